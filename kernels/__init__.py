@@ -1,0 +1,1 @@
+"""Triton kernels, one per file, each with its plain-torch reference in `moegraph.ops`."""

@@ -1,0 +1,128 @@
+"""A program: a list of block instances, one set of graphs per kind of block, and the parameters they share.
+
+A *kind* is a block that occurs once or many times (embedding, each sort of layer, head). Its graphs name everything
+relative to the block (`moe.route`); an *instance* joins its prefix (`layers.3`) and maps the kind's parameter names to
+the names of the model. Whatever differs between two layers makes two kinds, so a graph is compiled once per kind.
+
+A graph's inputs and outputs are *ports*: (role, name) pairs kept in `graph_module.meta["inputs"]` and `["outputs"]`,
+in the order of its placeholders and results. Layer graphs read parameters through `get_attr`; step graphs take them
+as inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from torch import fx
+
+from moegraph.specs.schema import Spec
+
+Role = Literal[
+    "parameter",  # a trained weight of the block
+    "buffer",  # state that is read but not trained by gradients (the selection bias)
+    "input",  # activations and batch fields
+    "tangent",  # gradient of an output, one per differentiable output
+    "saved",  # forward value kept for backward
+    "live",  # value passed from backward_input to backward_weight
+    "hidden",  # output: the residual stream
+    "loss",  # output: 0-d, this block's share of the training loss
+    "auxiliary",  # output: 0-d auxiliary loss before its coefficient, or a vector the runtime turns into one
+    "metric",  # output: reported, never differentiated
+    "grad_input",  # gradient of the block's hidden input
+    "grad",  # gradient of a parameter
+]
+
+
+class Port(NamedTuple):
+    """One input or output of a graph."""
+
+    role: Role
+    name: str
+
+
+def ports(module: fx.GraphModule, side: Literal["inputs", "outputs"]) -> tuple[Port, ...]:
+    """The ports of a graph, in positional order."""
+    return tuple(Port(*port) for port in module.meta[side])
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained parameter or a buffer of the whole model.
+
+    `fan` says how it starts: `normal` with `std`, `ones` or `zeros`. `experts` is true when axis 0 counts experts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Literal["embedding", "matrix", "router", "expert", "norm", "bias", "select_bias"]
+    init: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+    trained: bool = True
+
+    @property
+    def experts(self) -> bool:
+        """Whether axis 0 counts experts."""
+        return self.role == "expert"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One block of the model: which kind it is, and which parameters of the model are its own.
+
+    `parameters` maps the kind's local names to names of the model, trained parameters and buffers alike.
+    """
+
+    prefix: str
+    kind: str
+    parameters: Mapping[str, str]
+    layer: int | None = None
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The graphs of one kind at one moment of the pipeline.
+
+    `graphs` is `{"layer": …}` for layer passes, `{"joint": …}` for step passes, and after the cut the five step
+    graphs. `options` are the choices that made this kind differ from others, such as its recompute policy.
+    """
+
+    kind: str
+    graphs: Mapping[str, fx.GraphModule]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def with_graphs(self, graphs: Mapping[str, fx.GraphModule]) -> Unit:
+        """The same kind with other graphs."""
+        return replace(self, graphs=graphs)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The whole model at one moment of the pipeline."""
+
+    spec: Spec
+    units: Mapping[str, Unit]
+    instances: tuple[Instance, ...]
+    parameters: Mapping[str, Parameter]
+
+    def with_units(self, units: Mapping[str, Unit]) -> Program:
+        """The same program with other graphs."""
+        return replace(self, units=units)
+
+    def instances_of(self, kind: str) -> tuple[Instance, ...]:
+        """The blocks of one kind, in the order they run."""
+        return tuple(instance for instance in self.instances if instance.kind == kind)
+
+    def trained(self) -> Iterator[Parameter]:
+        """Every parameter that gradients train, once, in the order of the model."""
+        return (parameter for parameter in self.parameters.values() if parameter.trained)

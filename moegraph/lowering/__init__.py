@@ -1,0 +1,5 @@
+"""From a spec to layer graphs."""
+
+from moegraph.lowering.lower import lower
+
+__all__ = ["lower"]

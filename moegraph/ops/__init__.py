@@ -1,0 +1,81 @@
+"""Operators of the layer graph: the callables its nodes call, the gradients they turn into, and facts about both.
+
+Every operator is functional, its output shape depends on shapes only, and it traces alike on every device. Those with
+a loop, a sort or a fused kernel inside are `torch.library` operators in the namespace `moegraph`, with a fake kernel,
+a plain-torch implementation that is also the reference, and a gradient made of operators; the rest are plain
+functional aten.
+
+Legend: T tokens = B·S, B sequences, S sequence length, D model width, F expert width, E experts, K top-k,
+R routed rows = T·K, V vocabulary, H heads, Dh head width.
+"""
+
+from __future__ import annotations
+
+from moegraph.ops.attention import attention, attention_backward
+from moegraph.ops.attention_cuda import attention_backend
+from moegraph.ops.balance import (
+    balance_from_sums,
+    balance_micro_batch,
+    balance_sequence,
+    probability_sum,
+    router_entropy,
+    z_loss,
+)
+from moegraph.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from moegraph.ops.embedding import embedding, embedding_wgrad
+from moegraph.ops.flops import flops
+from moegraph.ops.grouped_mm import grouped_mm, grouped_mm_backend, grouped_mm_dgrad, grouped_mm_wgrad
+from moegraph.ops.linear import linear, router_logits
+from moegraph.ops.norm import rms_norm
+from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
+from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
+from moegraph.ops.registry import NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.rotary import rope
+from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask  # noqa
+from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
+
+__all__ = [
+    "NEVER_RECOMPUTE",
+    "OPERATORS",
+    "WEIGHT_GRADIENTS",
+    "Facts",
+    "add",
+    "attention",
+    "attention_backend",
+    "attention_backward",
+    "balance_from_sums",
+    "balance_micro_batch",
+    "balance_sequence",
+    "choose_experts",
+    "combine",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "embedding",
+    "embedding_wgrad",
+    "expert_counts",
+    "expert_scores",
+    "flops",
+    "gather_weights",
+    "gather_weights_backward",
+    "grouped_mm",
+    "grouped_mm_backend",
+    "grouped_mm_dgrad",
+    "grouped_mm_wgrad",
+    "linear",
+    "merge_heads",
+    "permute",
+    "probability_sum",
+    "rms_norm",
+    "rope",
+    "route",
+    "router_entropy",
+    "router_logits",
+    "router_probabilities",
+    "scale",
+    "scale_rows",
+    "sigmoid",
+    "sort_by_expert",
+    "split_heads",
+    "swiglu",
+    "z_loss",
+]

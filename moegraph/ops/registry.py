@@ -1,0 +1,90 @@
+"""Facts about the operators that passes and verifiers ask for.
+
+`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS` and `NEVER_RECOMPUTE` are sets of the operator
+overloads as they stand in a step graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moegraph.ops.attention import attention
+from moegraph.ops.balance import (
+    balance_from_sums,
+    balance_micro_batch,
+    balance_sequence,
+    probability_sum,
+    router_entropy,
+    z_loss,
+)
+from moegraph.ops.cross_entropy import cross_entropy
+from moegraph.ops.embedding import embedding
+from moegraph.ops.grouped_mm import grouped_mm
+from moegraph.ops.linear import linear, router_logits
+from moegraph.ops.norm import rms_norm
+from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
+from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
+from moegraph.ops.rotary import rope
+from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
+
+_mg = torch.ops.moegraph
+
+# Nothing but a parameter's gradient depends on these, so a schedule may put them off. The weight gradients of
+# `linear` and `router_logits` are plain aten.mm and are found by what depends on them.
+WEIGHT_GRADIENTS: frozenset[Any] = frozenset({_mg.embedding_wgrad.default, _mg.grouped_mm_wgrad.default})
+
+# The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
+# parallelism a collective would run twice.
+NEVER_RECOMPUTE: frozenset[Any] = frozenset(
+    {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a layer-graph callable costs and turns into.
+
+    cost: "matmul" (compute bound), "gather" (memory bound, opaque to the compiler) or "pointwise" (fused, cheap to
+    compute again). overloads: the moegraph operators it puts into a step graph, forward and backward.
+    """
+
+    cost: str
+    overloads: tuple[Any, ...] = ()
+
+
+OPERATORS: dict[Callable[..., Any], Facts] = {
+    embedding: Facts("gather", (_mg.embedding.default, _mg.embedding_wgrad.default)),
+    linear: Facts("matmul"),
+    router_logits: Facts("matmul"),
+    rms_norm: Facts("pointwise"),
+    rope: Facts("pointwise"),
+    attention: Facts("matmul", (_mg.attention.default, _mg.attention_backward.default)),
+    add: Facts("pointwise"),
+    scale: Facts("pointwise"),
+    sigmoid: Facts("pointwise"),
+    split_heads: Facts("pointwise"),
+    merge_heads: Facts("pointwise"),
+    swiglu: Facts("pointwise"),
+    scale_rows: Facts("pointwise"),
+    choose_experts: Facts("gather", (_mg.choose_experts.default,)),
+    expert_scores: Facts("pointwise"),
+    route: Facts("pointwise", (_mg.choose_experts.default,)),
+    expert_counts: Facts("pointwise"),
+    router_probabilities: Facts("pointwise"),
+    sort_by_expert: Facts("gather", (_mg.sort_by_expert.default,)),
+    permute: Facts("gather", (_mg.permute.default, _mg.combine.default)),
+    gather_weights: Facts("gather", (_mg.gather_weights.default, _mg.gather_weights_backward.default)),
+    combine: Facts("gather", (_mg.combine.default, _mg.permute.default)),
+    grouped_mm: Facts("matmul", (_mg.grouped_mm.default, _mg.grouped_mm_dgrad.default, _mg.grouped_mm_wgrad.default)),
+    balance_sequence: Facts("pointwise"),
+    balance_micro_batch: Facts("pointwise"),
+    balance_from_sums: Facts("pointwise"),
+    probability_sum: Facts("pointwise"),
+    z_loss: Facts("pointwise"),
+    router_entropy: Facts("pointwise"),
+    cross_entropy: Facts("gather", (_mg.cross_entropy.default, _mg.cross_entropy_backward.default)),
+}

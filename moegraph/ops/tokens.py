@@ -1,0 +1,21 @@
+"""Small pointwise operators on tokens: the padding mask, a gated output, a scaled sum. All plain functional aten."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_mask(document_ids: Tensor) -> Tensor:
+    """document_ids [B, S] → [T] bool: true for tokens of a document, false for padding (id -1)."""
+    return document_ids.reshape(-1) >= 0
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, D] · sigmoid(gate [T, 1]), in the dtype of x."""
+    return x * torch.sigmoid(gate)
+
+
+def scaled_sum(x: Tensor, factor: Tensor) -> Tensor:
+    """Σ x · factor → 0-d, for x of any shape and a 0-d factor."""
+    return x.sum() * factor

@@ -1,0 +1,1 @@
+"""Running a program: executor, optimizer, trainer, and what training shows."""

@@ -1,0 +1,50 @@
+"""Parameters and floating-point operations of a model.
+
+Conventions: a multiply and an add are two operations. Only matrix products count (`moegraph.ops.flops`): projections,
+experts that a token visits, shared experts, the router, the head, and attention over the keys its causal mask and
+window keep; the embedding is a lookup and costs nothing. Training is three times the forward. Recomputation is not
+counted: it is time, not work, so that utilisation compares between policies.
+
+Active parameters are those that one token meets: everything but the experts it does not visit. A tied embedding counts
+once.
+"""
+
+from __future__ import annotations
+
+from moegraph.graph.program import Program
+from moegraph.ops.flops import flops
+from moegraph.specs.schema import Spec
+
+TRAINING_FACTOR = 3  # forward, and a backward that is two products for each of its own
+
+
+def count_parameters(program: Program) -> tuple[int, int]:
+    """(total, active) trained parameters of the whole model."""
+    moe = program.spec.model.moe
+    total = active = 0
+    for parameter in program.trained():
+        total += parameter.numel
+        if parameter.experts:
+            assert moe is not None
+            active += parameter.numel // parameter.shape[0] * min(moe.top_k, parameter.shape[0])
+        else:
+            active += parameter.numel
+    return total, active
+
+
+def flops_per_token(spec: Spec, program: Program) -> float:
+    """Training operations per token at `data.seq_len`. `program` must still have its layer graphs."""
+    tokens = spec.sequences_per_microbatch * spec.data.seq_len
+    forward = {kind: _forward_flops(program, kind) for kind in program.units}
+    return TRAINING_FACTOR * sum(forward[instance.kind] for instance in program.instances) / tokens
+
+
+def _forward_flops(program: Program, kind: str) -> int:
+    """Forward operations of one block of this kind over one micro-batch."""
+    graph = program.units[kind].graphs["layer"].graph
+    total = 0
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args = [getattr(arg, "meta", {}).get("val", arg) for arg in node.args]
+            total += flops(node.target, args, node.kwargs)
+    return total

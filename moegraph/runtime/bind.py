@@ -1,0 +1,68 @@
+"""Binding a step graph to its device and compiling it.
+
+Graphs are traced on the CPU; here the device of factory nodes (`zeros`, `arange` …) becomes the run's, and the graph is
+handed to torch.compile. Each graph is compiled once: a second compilation is counted and shown, because it means that
+a shape or a stride moved with the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from moegraph.errors import CheckFailed
+from moegraph.graph.edit import clone
+from moegraph.graph.names import display_name
+from moegraph.graph.program import Port, ports
+from moegraph.graph.text import value_text
+
+CompileMode = Literal["inductor", "aot_eager", "eager"]
+
+
+def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """A copy of the graph whose factory nodes make tensors on `device`."""
+    bound = clone(module)
+    for node in bound.graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+    bound.recompile()
+    return bound
+
+
+class BoundGraph:
+    """One step graph ready to run. `compilations` counts how often the compiler was asked for it."""
+
+    def __init__(self, label: str, module: fx.GraphModule, device: torch.device, mode: CompileMode) -> None:
+        self.label = label
+        self.inputs: tuple[Port, ...] = ports(module, "inputs")
+        self.outputs: tuple[Port, ...] = ports(module, "outputs")
+        self.compilations = 0
+        self._described = [
+            (display_name(node), value_text(node.meta["val"])) for node in module.graph.find_nodes(op="placeholder")
+        ]
+        bound = bind_device(module, device)
+        self._run: Callable[..., Sequence[Tensor]] = bound if mode == "eager" else self._compiled(bound, mode)
+
+    def _compiled(self, bound: fx.GraphModule, mode: CompileMode) -> Callable[..., Sequence[Tensor]]:
+        inner = torch._dynamo.lookup_backend(mode)
+
+        def backend(module: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+            self.compilations += 1
+            return inner(module, example_inputs)
+
+        compiled: Callable[..., Sequence[Tensor]] = torch.compile(bound, backend=backend, fullgraph=True, dynamic=False)
+        return compiled
+
+    def __call__(self, values: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        """Runs the graph on the values of its input ports and returns those of its output ports."""
+        results = self._run(*[values[port] for port in self.inputs])
+        return dict(zip(self.outputs, results, strict=True))
+
+    def check_inputs(self, values: Mapping[Port, Tensor]) -> None:
+        """Raises `CheckFailed` when a value does not have the dtype and shape the graph was traced for."""
+        for port, (name, expected) in zip(self.inputs, self._described, strict=True):
+            if value_text(values[port]) != expected:
+                raise CheckFailed(f"{self.label}: input {name} is {value_text(values[port])}, the graph wants {expected}")

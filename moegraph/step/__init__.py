@@ -1,0 +1,1 @@
+"""Step graphs: joint tracing of a block's forward and backward."""

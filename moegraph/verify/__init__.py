@@ -1,0 +1,1 @@
+"""Proofs about graphs: structure after every pass, numbers before and after it."""

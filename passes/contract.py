@@ -1,0 +1,62 @@
+"""What a pass is, and what it is told and answers.
+
+A pass expects a valid graph and leaves a valid graph. It declares the level it works on, what must have run before it
+(`requires`), what it adds (`provides`), what it cannot live with (`conflicts`), and its tier: `exact` (the numbers stay
+bitwise the same on a CPU) or `close` (they stay within a stated bound).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moegraph.graph.program import Program, Unit
+from moegraph.specs.schema import Spec
+
+Level = Literal["layer", "step"]
+Tier = Literal["exact", "close"]
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may look at besides its graph: the spec and the program as it was before the pass."""
+
+    program: Program
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of the run."""
+        return self.program.spec
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The rewritten unit, the names of the nodes that were added, replaced or removed, and, where nothing was, why."""
+
+    unit: Unit
+    rewritten: Sequence[str] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A rewrite of one kind of block. Subclasses are frozen dataclasses whose fields are the pass's options."""
+
+    name: ClassVar[str]
+    level: ClassVar[Level]
+    tier: ClassVar[Tier] = "exact"
+    tolerance: ClassVar[float] = 0.0  # largest relative difference of outputs and gradients; 0 for `exact`
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    @abstractmethod
+    def from_spec(cls, spec: Spec) -> Pass | None:
+        """The pass as the spec's `passes:` section configures it, or None when it is switched off."""
+
+    @abstractmethod
+    def apply(self, unit: Unit, context: PassContext) -> PassResult:
+        """The unit after the rewrite. The unit given is not changed."""

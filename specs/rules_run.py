@@ -1,0 +1,113 @@
+"""Rules of the run: lengths, learning-rate schedule, optimizer, recompute, and which folders a spec file may name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+
+from moegraph.specs.rules import Report, Rule
+from moegraph.specs.schema.run import Cosine, Wsd
+from moegraph.specs.schema.spec import Spec
+
+
+def sequences_fit_model(spec: Spec, report: Report) -> None:
+    """Positions beyond max_seq_len do not exist."""
+    length, most = spec.data.seq_len, spec.model.max_seq_len
+    if length > most:
+        message = f"seq_len {length} is more than model.max_seq_len {most}"
+        report.add("data.seq_len", message, allowed=f"1 to {most}", fix="shorten it, or raise model.max_seq_len")
+
+
+def schedule_fits_steps(spec: Spec, report: Report) -> None:
+    """Warm-up and decay both lie within the run."""
+    schedule, steps = spec.train.schedule, spec.train.steps
+    if schedule.warmup > steps:
+        message = f"warmup {schedule.warmup} is more than train.steps {steps}"
+        report.add("train.schedule.warmup", message, allowed=f"0 to {steps}")
+    elif isinstance(schedule, Wsd) and schedule.warmup + schedule.decay > steps:
+        total = schedule.warmup + schedule.decay
+        message = f"warmup {schedule.warmup} + decay {schedule.decay} = {total} is more than train.steps {steps}"
+        report.add("train.schedule.decay", message, allowed=f"0 to {steps - schedule.warmup}")
+
+
+def decay_has_effect(spec: Spec, report: Report) -> None:
+    """A final learning rate that is never reached is a mistake."""
+    schedule = spec.train.schedule
+    if isinstance(schedule, Wsd) and schedule.decay == 0 and schedule.final != Wsd.model_fields["final"].default:
+        report.add("train.schedule.final", "has no effect with decay 0", fix="add train.schedule.decay, in steps")
+    if isinstance(schedule, Cosine) and schedule.warmup == spec.train.steps and spec.train.steps > 1:
+        message = f"warmup {schedule.warmup} takes all of train.steps, so that nothing is left for the cosine"
+        report.add("train.schedule.warmup", message, allowed=f"0 to {spec.train.steps - 1}")
+
+
+def betas_below_one(spec: Spec, report: Report) -> None:
+    """A moment with beta 1 never moves."""
+    for index, beta in enumerate(spec.train.optimizer.betas):
+        if beta >= 1:
+            path = f"train.optimizer.betas[{index}]"
+            report.add(path, f"beta {beta:g} would keep the moment at its first value", allowed="0 to below 1")
+
+
+def groups_say_something(spec: Spec, report: Report) -> None:
+    """A parameter group that changes nothing is a mistake."""
+    for index, group in enumerate(spec.train.optimizer.groups):
+        if group.weight_decay is None and group.lr_scale == 1:
+            path = f"train.optimizer.groups[{index}]"
+            report.add(
+                path, f"the group {group.match!r} changes nothing", fix="give lr_scale or weight_decay, or remove it"
+            )
+
+
+def recompute_has_effect(spec: Spec, report: Report) -> None:
+    """Layers of a recompute policy that saves everything are a mistake."""
+    recompute = spec.passes.recompute
+    if recompute.layers != "all" and recompute.policy == "none":
+        message = "has no effect with policy none, which recomputes nothing"
+        report.add("passes.recompute.layers", message, fix="add passes.recompute.policy=selective or full")
+    if not recompute.enabled and recompute.policy != "none":
+        message = f"the pass is switched off, so that policy {recompute.policy} has no effect"
+        report.add("passes.recompute.enabled", message, fix="remove enabled, or use policy none")
+
+
+def paths_are_confined(spec: Spec, report: Report) -> None:
+    """A spec file is data from anywhere; what it names must lie below the working directory.
+
+    The person who runs moegraph may name any folder, by an override or from Python.
+    """
+    for path, value in (("data.source", spec.data.source), ("train.output_dir", spec.train.output_dir)):
+        if path == "data.source" and value.startswith("corpus:"):
+            continue
+        reason = "holds a NUL character" if "\0" in value else None
+        if reason is None and report.confine_paths and not report.mark(path).trusted:
+            reason = _why_outside(value)
+        if reason is not None:
+            fix = f"use a path below the working directory, or give it yourself: --set {path}=…"
+            report.add(
+                path,
+                f"{reason}, and a spec file may only name what lies below the working directory",
+                code="MG109",
+                fix=fix,
+            )
+
+
+def _why_outside(value: str) -> str | None:
+    if PurePath(value).is_absolute() or value.startswith("~"):
+        return "is an absolute path"
+    if ".." in PurePath(value).parts:
+        return "leaves the working directory"
+    try:
+        inside = Path(os.path.realpath(value)).is_relative_to(os.path.realpath(os.curdir))
+    except OSError:
+        return "is not a path"
+    return None if inside else "is a link that leads out of the working directory"
+
+
+RULES: tuple[Rule, ...] = (
+    sequences_fit_model,
+    schedule_fits_steps,
+    decay_has_effect,
+    betas_below_one,
+    groups_say_something,
+    recompute_has_effect,
+    paths_are_confined,
+)

@@ -1,0 +1,170 @@
+"""The sections that say how a model is run: layout, precision, passes, train, data, checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moegraph.specs.schema.base import Count, Fraction, Index, NonNegative, Positive, Section
+
+Steps = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class Layout(Section):
+    """Parallel layout: world = dp · pp; experts are spread over `ep` of the `dp` ranks."""
+
+    dp: Count = 1
+    ep: Count = 1
+    pp: Count = 1
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"
+    ] = "1f1b"
+    microbatches: Count = 1
+    transport: Literal["exact", "padded", "direct"] = "exact"
+    capacity: Annotated[float, Field(gt=0.0, le=65536.0)] = 1.25
+    overflow: Literal["replay", "drop", "error"] = "replay"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp
+
+
+class Mxfp8(Section):
+    """Where MXFP8 casts are inserted. Only `off` exists so far."""
+
+    experts: Literal["auto", "on", "off"] = "off"
+    shared: Literal["auto", "on", "off"] = "off"
+    attention: Literal["auto", "on", "off"] = "off"
+    dispatch: Literal["auto", "on", "off"] = "off"
+
+
+class Precision(Section):
+    """`compute` is the dtype of activations and of the weights used in matrix products; the optimizer's master
+    weights are fp32 (fp64 when compute is fp64)."""
+
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    mxfp8: Mxfp8 = Field(default_factory=Mxfp8)
+
+
+class PassSwitch(Section):
+    """A pass without options of its own."""
+
+    enabled: bool = True
+
+
+class RecomputeOptions(Section):
+    """`none` saves everything backward needs, `selective` saves matrix products and recomputes what is cheap between
+    them, `full` saves only what must not be recomputed (the routing decision and the dispatched rows). `layers`
+    names the layers it holds for (default all)."""
+
+    enabled: bool = True
+    policy: Literal["none", "selective", "full"] = "none"
+    layers: Literal["all"] | tuple[Index, ...] = "all"
+
+
+class UserPassOptions(Section):
+    """A pass registered from a Python file: on or off, where it runs, and its own options."""
+
+    enabled: bool = True
+    after: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Passes(Section):
+    """Options of the passes, each by its name."""
+
+    canonicalize: PassSwitch = Field(default_factory=PassSwitch)
+    balance_losses: PassSwitch = Field(default_factory=PassSwitch, alias="balance-losses")
+    recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
+    custom: dict[str, UserPassOptions] = Field(default_factory=dict)
+
+
+class ParameterGroup(Section):
+    """Parameters whose name matches the shell pattern `match` use these values; the last matching rule wins."""
+
+    match: Annotated[str, Field(min_length=1, max_length=4096)]
+    lr_scale: NonNegative = 1.0
+    weight_decay: NonNegative | None = None
+
+
+class AdamW(Section):
+    """AdamW with decoupled weight decay (arXiv 1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0.0, le=10.0)] = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
+    weight_decay: NonNegative = 0.1
+    groups: tuple[ParameterGroup, ...] = ()
+
+
+class Cosine(Section):
+    """Linear warm-up over `warmup` steps, then a half cosine down to `final` · lr at the last step."""
+
+    kind: Literal["cosine"]
+    warmup: Steps = 0
+    final: Fraction = 0.1
+
+
+class Wsd(Section):
+    """Warm-up, stable, then linear decay to `final` · lr over the last `decay` steps (arXiv 2404.06395)."""
+
+    kind: Literal["wsd"]
+    warmup: Steps = 0
+    decay: Steps = 0
+    final: Fraction = 0.0
+
+
+class Constant(Section):
+    """Linear warm-up, then a constant learning rate."""
+
+    kind: Literal["constant"]
+    warmup: Steps = 0
+
+
+def _constant() -> Constant:
+    return Constant(kind="constant")
+
+
+class Validation(Section):
+    """Every `every` steps (and before the first and after the last), the mean loss over `sequences` held-out
+    sequences."""
+
+    every: Count
+    sequences: Count = 32
+
+
+class Train(Section):
+    """The training run. `tokens_per_step` = sequences per step · data.seq_len, over all ranks."""
+
+    steps: Annotated[int, Field(ge=1, le=2**31)]
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    tokens_per_step: Annotated[int, Field(ge=1, le=2**34)]
+    optimizer: AdamW = Field(default_factory=AdamW)
+    schedule: Annotated[Cosine | Wsd | Constant, Field(discriminator="kind")] = Field(default_factory=_constant)
+    clip_norm: Positive | None = 1.0
+    validation: Validation | None = None
+    compile: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
+    log_every: Count = 1
+    output_dir: Annotated[str, Field(min_length=1, max_length=4096)] = "runs/default"
+
+
+class Data(Section):
+    """`source` is a folder written by `moegraph data prepare`, or `corpus:NAME` for a built-in corpus. With
+    `document_mask`, neither attention nor loss crosses a document boundary."""
+
+    source: Annotated[str, Field(min_length=1, max_length=4096)]
+    seq_len: Annotated[int, Field(ge=1, le=2**26)]
+    document_mask: bool = True
+
+
+class Checkpoint(Section):
+    """Periodic checkpoints. `every: null` keeps only the final weights."""
+
+    every: Count | None = None
+    keep_last: Count = 3
+    mode: Literal["sync", "async"] = "sync"
