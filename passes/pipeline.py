@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
@@ -110,7 +110,7 @@ def run_pipeline(
     report(TRACE)
     started = time.perf_counter()
     traced = {
-        kind: unit.with_graphs({"joint": trace_joint(unit.graphs["layer"])})
+        kind: replace(unit, graphs={"joint": trace_joint(unit.graphs["layer"])}, layer=unit.graphs["layer"])
         for kind, unit in records[-1].program.units.items()
     }
     records.append(_record(TRACE, "step", records[-1].program.with_units(traced), time.perf_counter() - started))

@@ -52,19 +52,20 @@ class ResolvedSpec:
         return self.sources[0] if self.sources else "argument"
 
 
-def load_spec(source: SpecSource, overrides: Iterable[str] = (), *, confine_paths: bool = True) -> Spec:
+def load_spec(source: SpecSource, overrides: Iterable[str] = (), *, trusted: bool = False) -> Spec:
     """The Spec in a file, a shipped preset (`presets/tiny.yaml`) or a mapping, with `a.b=c` overrides applied.
 
-    With `confine_paths`, the folders that a spec *file* names (data.source, train.output_dir) must lie below the
-    working directory; overrides and mappings may name any. Raises SpecError with all problems at once.
+    A spec file is data from anywhere: the folders it names (data.source, train.output_dir) must lie below the working
+    directory. Overrides and mappings come from the person running moegraph and may name any, and so may a file that is
+    `trusted`, such as a resolved spec that moegraph wrote itself. Raises SpecError with all problems at once.
     """
-    return load_resolved(source, overrides, confine_paths=confine_paths).spec
+    return load_resolved(source, overrides, trusted=trusted).spec
 
 
-def load_resolved(source: SpecSource, overrides: Iterable[str] = (), *, confine_paths: bool = True) -> ResolvedSpec:
+def load_resolved(source: SpecSource, overrides: Iterable[str] = (), *, trusted: bool = False) -> ResolvedSpec:
     """Like `load_spec`, and also says where every value comes from."""
     problems: list[Problem] = []
-    sources = Sources(problems, LIMITS)
+    sources = Sources(problems, LIMITS, trusted)
     name = "the given mapping" if isinstance(source, AbstractMapping) else os.fspath(source)
     tree = _read(source, sources, problems)
     over = read_overrides([overrides] if isinstance(overrides, str) else overrides, problems, LIMITS)
@@ -75,9 +76,10 @@ def load_resolved(source: SpecSource, overrides: Iterable[str] = (), *, confine_
     if merged.size > LIMITS.nodes:
         raise SpecError([*problems, problem_at(merged.mark, "MG108", f"more than {LIMITS.nodes:,} values")], name)
     parsed = parse_spec(merged)
-    problems += parsed.problems
+    # What is missing may stand in a file that could not be read.
+    problems += [each for each in parsed.problems if each.code != "MG104" or not sources.incomplete]
     check_not_yet(merged, problems)
-    check_rules(merged, parsed.spec, parsed.whole, problems, confine_paths=confine_paths)
+    check_rules(merged, parsed.spec, parsed.whole, problems)
     if problems:
         raise SpecError(_in_order(problems, sources.files), name)
     spec = _build(parsed)
@@ -97,10 +99,16 @@ def _build(parsed: Parsed) -> Spec:
 
 
 def _in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
-    """As they stand in the files, without repetitions."""
+    """As they stand in the files, each once; a value that could not be read is not also of the wrong kind."""
     rank = {file: index for index, file in enumerate(files)}
-    unique = list(dict.fromkeys(problems))
-    return sorted(unique, key=lambda each: (rank.get(each.file, len(rank)), each.line, each.column))
+    kept: list[Problem] = []
+    places: set[tuple[str, str]] = set()
+    for problem in dict.fromkeys(problems):
+        place = (problem.where, "" if problem.line else problem.path)
+        if problem.code != "MG105" or place not in places:
+            kept.append(problem)
+        places.add(place)
+    return sorted(kept, key=lambda each: (rank.get(each.file, len(rank)), each.line, each.column))
 
 
 __all__ = ["LIMITS", "ResolvedSpec", "SpecSource", "load_resolved", "load_spec", "plain"]

@@ -67,7 +67,7 @@ def check_not_yet(tree: Mapping, problems: list[Problem]) -> None:
             continue
         default = "leave it out" if defaults[path] is None else f"leave it out, or use {show(defaults[path])}"
         value = show(plain(node))
-        message = f"{row.what} waits for later work: moegraph does not do it yet"
+        message = f"not supported yet, this waits for later work: {row.what}"
         refused.append(problem_at(node.mark, "MG107", message, path=path, value=value, fix=default))
     # Mistakes within what is refused as a whole would only distract.
     inside = tuple(f"{each.path}." for each in refused)

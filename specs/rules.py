@@ -25,7 +25,6 @@ class Report:
 
     tree: Mapping
     problems: list[Problem]
-    confine_paths: bool = True
 
     def add(
         self, path: str, message: str, *, code: str = "MG106", allowed: str | None = None, fix: str | None = None
@@ -62,9 +61,9 @@ class Report:
 Rule = Callable[[Spec, Report], None]
 
 
-def check_rules(tree: Mapping, spec: Spec, whole: bool, problems: list[Problem], *, confine_paths: bool = True) -> None:
+def check_rules(tree: Mapping, spec: Spec, whole: bool, problems: list[Problem]) -> None:
     """Add what the rules find to `problems`. `whole` says that the spec has no holes."""
-    report = Report(tree, problems, confine_paths)
+    report = Report(tree, problems)
     for rule in all_rules():
         run_rule(rule, spec, report, whole)
 

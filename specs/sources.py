@@ -34,7 +34,9 @@ class Sources:
 
     problems: list[Problem]
     limits: Limits
+    trusted: bool = False
     files: list[str] = field(default_factory=list)
+    incomplete: bool = False  # something that is extended could not be read
 
     def read(self, name: str) -> Mapping | None:
         """The tree of the spec `name`, laid over what it extends; None if it cannot be read."""
@@ -55,7 +57,7 @@ class Sources:
         if data is None:
             return None
         self.files.append(shown)
-        node = read_yaml(data, shown, self.problems, self.limits)
+        node = read_yaml(data, shown, self.problems, self.limits, trusted=self.trusted)
         if node is None:
             return None
         if not isinstance(node, Mapping):
@@ -73,10 +75,12 @@ class Sources:
         own = Mapping(rest, node.mark, node.keys, node.size - named.size)
         found = self._locate(named, folder, root, trail)
         if found is None:
+            self.incomplete = True
             return own
         path, shown, base_root = found
         base = self._read(path, shown, named.mark, base_root, trail)
         if base is None:
+            self.incomplete = True
             return own
         merged = overlay(base, own)
         assert isinstance(merged, Mapping)

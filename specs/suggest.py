@@ -60,7 +60,6 @@ SYNONYMS = {
     "num_hidden_layers": "model.num_layers",
     "n_layers": "model.num_layers",
     "n_layer": "model.num_layers",
-    "layers": "model.num_layers",
     "vocab": "model.vocab_size",
     "rms_norm_eps": "model.norm.eps",
     "layer_norm_eps": "model.norm.eps",
@@ -83,7 +82,6 @@ SYNONYMS = {
     "first_k_dense_replace": "model.dense.layers",
     "mlp_only_layers": "model.dense.layers",
     "moe_intermediate_size": "model.moe.d_ff",
-    "experts": "model.moe.num_experts",
     "n_experts": "model.moe.num_experts",
     "num_local_experts": "model.moe.num_experts",
     "n_routed_experts": "model.moe.num_experts",
@@ -136,7 +134,8 @@ def nearest_key(key: str, section_keys: Iterable[str], section_path: str) -> str
 def nearest_word(word: str, words: Iterable[str]) -> str | None:
     """The most similar of `words`, if any is near."""
     folded = {_fold(each): each for each in words}
-    close = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.6)
+    # In short words, one letter more or less is a slip and another letter is another word: fp16 is not fp64.
+    close = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.6 if len(word) > 5 else 0.8)
     return folded[close[0]] if close else None
 
 

@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -76,7 +76,7 @@ class _Parser:
                 holes.append(name)
                 if key not in meant:
                     self._missing(node, _join(path, key), info)
-        instance: S = cls.model_construct(None, **good)
+        instance = cast(S, cls.model_construct(None, **good))
         for name in holes:
             instance.__dict__.pop(name, None)
         return instance, data
@@ -198,7 +198,7 @@ def _what_is_wrong(annotation: Any, node: Node) -> tuple[str, str | None]:
     wanted, kind = kinds(annotation), _kind(node)
     if kind == "nothing":
         return "there is no value", None
-    if kind not in wanted and not (kind == "a whole number" and "a number" in wanted):
+    if kind not in wanted and not ("number" in kind and "a number" in wanted):
         return f"must be {' or '.join(wanted)}, not {kind}", _fix(node, wanted)
     if choices(annotation):
         return "is not among what this may be", None
@@ -217,7 +217,7 @@ def _kind(node: Node) -> str:
     if isinstance(node.value, str):
         return "text"
     whole = isinstance(node.value, int) or node.value.is_integer()
-    return "a whole number" if whole else "a number"
+    return "a whole number" if whole else "a number with decimals"
 
 
 def _fix(node: Node, wanted: list[str]) -> str | None:

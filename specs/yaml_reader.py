@@ -32,7 +32,13 @@ def problem_at(mark: Mark, code: str, message: str, **parts: Any) -> Problem:
 
 
 def read_yaml(
-    data: bytes | str, origin: str, problems: list[Problem], limits: Limits, *, in_file: bool = True
+    data: bytes | str,
+    origin: str,
+    problems: list[Problem],
+    limits: Limits,
+    *,
+    in_file: bool = True,
+    trusted: bool = False,
 ) -> Node | None:
     """The tree of one YAML document, or None if it could not be read to its end.
 
@@ -41,7 +47,7 @@ def read_yaml(
     """
     try:
         text = _decode(data, origin, limits)
-        return _Composer(origin, limits, problems, in_file).compose(text)
+        return _Composer(origin, limits, problems, in_file, trusted).compose(text)
     except _Unreadable as error:
         problems.append(error.problem)
         return None
@@ -97,6 +103,7 @@ class _Composer:
     limits: Limits
     problems: list[Problem]
     in_file: bool
+    trusted: bool
     stack: list[_Open] = field(default_factory=list)
     anchors: dict[str, Node | None] = field(default_factory=dict)
     count: int = 0
@@ -116,7 +123,7 @@ class _Composer:
     def mark(self, position: Any) -> Mark:
         if not self.in_file:
             return Mark(self.origin, trusted=True)
-        return Mark(self.origin, position.line + 1, position.column + 1)
+        return Mark(self.origin, position.line + 1, position.column + 1, self.trusted)
 
     def _on_DocumentStartEvent(self, event: Any) -> None:
         self.documents += 1

@@ -66,12 +66,12 @@ def corpus_folder(name: str, inputs: Inputs) -> Path:
     return _cache_root() / f"{name}-{inputs.key()[:16]}"
 
 
-def resolve_source(source: str, base: Path, *, allow_outside: bool = False) -> Path:
+def resolve_source(source: str, base: Path) -> Path:
     """The folder of token shards that `data.source` names.
 
     `corpus:NAME` is the built-in corpus, prepared with the default settings. Anything else is a path relative to
-    `base`; unless `allow_outside`, it must lie inside `base` after links are followed. Raises DataError, with the
-    command to run, when the folder was never prepared.
+    `base`; what a spec file may name is checked when the spec is loaded. Raises DataError, with the command to run,
+    when the folder was never prepared.
     """
     if source.startswith(CORPUS_PREFIX):
         name = source.removeprefix(CORPUS_PREFIX)
@@ -83,12 +83,7 @@ def resolve_source(source: str, base: Path, *, allow_outside: bool = False) -> P
         return folder
     if "\0" in source:
         raise DataError("data.source holds a NUL character, which no path can")
-    root = base.resolve()
-    folder = (root / source).resolve()
-    if not allow_outside and not folder.is_relative_to(root):
-        raise DataError(
-            f"data.source {source!r} leads to {folder}, outside {root}: move it inside, or allow it", exit_code=2
-        )
+    folder = base / source
     if not (folder / MANIFEST_NAME).is_file():
         raise DataError(
             f"data.source {source!r}: {folder} holds no {MANIFEST_NAME}: run `moegraph data prepare INPUT -o {source}`"

@@ -6,6 +6,7 @@ that is wrong, and each node knows its dtype and shape (`node.meta["val"]`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class GraphBuilder:
         self._inputs.append(Port("input", name))
         return self._finish(self.graph.placeholder(identifier(name)), name, value)
 
-    def parameter(self, parameter: Parameter, dtype: torch.dtype) -> fx.Node:
+    def parameter(self, parameter: Parameter) -> fx.Node:
         """A `get_attr` of a parameter under its local dotted name; asking twice gives the same node."""
         for node in self.graph.find_nodes(op="get_attr", target=parameter.name):
             return node
@@ -52,13 +53,13 @@ class GraphBuilder:
             if not hasattr(owner, part):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
-        data = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         if parameter.trained:
             owner.register_parameter(leaf, nn.Parameter(data))
         else:
             owner.register_buffer(leaf, data)
         with self.fake_mode:
-            value = torch.empty(parameter.shape, dtype=dtype)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)
         node = self.graph.create_node("get_attr", parameter.name, name=identifier(parameter.name))
         return self._finish(node, parameter.name, value)
 
@@ -72,8 +73,6 @@ class GraphBuilder:
 
     def result(self, name: str, node: fx.Node, index: int) -> fx.Node:
         """The `index`-th result of a tuple-valued call."""
-        import operator
-
         item = self.graph.create_node("call_function", operator.getitem, (node, index), name=identifier(name))
         return self._finish(item, name, node.meta["val"][index])
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import torch
 from torch import fx
 
 from moegraph.specs.schema import Spec
@@ -51,7 +52,8 @@ def ports(module: fx.GraphModule, side: Literal["inputs", "outputs"]) -> tuple[P
 class Parameter:
     """A trained parameter or a buffer of the whole model.
 
-    `fan` says how it starts: `normal` with `std`, `ones` or `zeros`. `experts` is true when axis 0 counts experts.
+    `init` says how it starts: `normal` with `std`, `ones` or `zeros`. `dtype` is what the graphs read it in; the
+    master weight may be wider. `experts` is true when axis 0 counts experts.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Parameter:
     init: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     trained: bool = True
+    dtype: torch.dtype = torch.float32
 
     @property
     def experts(self) -> bool:
@@ -94,12 +97,19 @@ class Unit:
     """The graphs of one kind at one moment of the pipeline.
 
     `graphs` is `{"layer": …}` for layer passes, `{"joint": …}` for step passes, and after the cut the five step
-    graphs. `options` are the choices that made this kind differ from others, such as its recompute policy.
+    graphs. `options` are the choices that made this kind differ from others, such as its recompute policy. `layer` is
+    the layer graph that the step graphs were traced from.
     """
 
     kind: str
     graphs: Mapping[str, fx.GraphModule]
     options: Mapping[str, str] = field(default_factory=dict)
+    layer: fx.GraphModule | None = None
+
+    @property
+    def layer_graph(self) -> fx.GraphModule:
+        """The layer graph, at the layer level or as it was when the step graphs were traced from it."""
+        return self.layer if self.layer is not None else self.graphs["layer"]
 
     def with_graphs(self, graphs: Mapping[str, fx.GraphModule]) -> Unit:
         """The same kind with other graphs."""

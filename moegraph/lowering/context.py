@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from moegraph import ops
 from moegraph.graph.build import GraphBuilder
 from moegraph.graph.program import Parameter
 from moegraph.specs.schema import Spec
@@ -62,16 +63,15 @@ class Lowering:
         init = self.spec.model.init
         std = init.std / math.sqrt(2 * self.spec.model.num_layers) if into_residual and init.scale_depth else init.std
         dtype = high_dtype(self.spec) if role == "router" else compute_dtype(self.spec)
-        return self.builder.parameter(Parameter(name, shape, role, "normal", std), dtype)
+        return self.builder.parameter(Parameter(name, shape, role, "normal", std, dtype=dtype))
 
     def bias(self, name: str, size: int, *, router: bool = False) -> fx.Node:
         """A bias that starts at zero."""
         dtype = high_dtype(self.spec) if router else compute_dtype(self.spec)
-        return self.builder.parameter(Parameter(name, (size,), "bias", "zeros"), dtype)
+        return self.builder.parameter(Parameter(name, (size,), "bias", "zeros", dtype=dtype))
 
     def norm(self, name: str, x: fx.Node, width: int) -> fx.Node:
         """RMS norm over the last axis with a learned scale."""
-        from moegraph import ops
-
-        scale = self.builder.parameter(Parameter(f"{name}.weight", (width,), "norm", "ones"), compute_dtype(self.spec))
+        dtype = compute_dtype(self.spec)
+        scale = self.builder.parameter(Parameter(f"{name}.weight", (width,), "norm", "ones", dtype=dtype))
         return self.builder.call(name, ops.rms_norm, x, scale, self.spec.model.norm.eps)

@@ -63,8 +63,9 @@ def _route(lowering: Lowering, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     logits = builder.call("moe.router", ops.router_logits, x, gate, gate_bias)
     select_bias = None
     if router.select_bias == "learned_free":
-        buffer = Parameter("moe.select_bias", (moe.num_experts,), "select_bias", "zeros", trained=False)
-        select_bias = builder.parameter(buffer, high_dtype(lowering.spec))
+        dtype = high_dtype(lowering.spec)
+        buffer = Parameter("moe.select_bias", (moe.num_experts,), "select_bias", "zeros", trained=False, dtype=dtype)
+        select_bias = builder.parameter(buffer)
     groups = router.groups
     route = builder.call(
         "moe.route",

@@ -6,6 +6,8 @@ seconds on a laptop.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from moegraph.graph.program import Instance, Parameter, Program, Unit
@@ -55,7 +57,5 @@ def _parameters(units: dict[str, Unit], instances: list[Instance]) -> dict[str, 
         for name, parameter in local.items():
             model_name = instance.parameters[name]
             if model_name not in found:
-                found[model_name] = Parameter(
-                    model_name, parameter.shape, parameter.role, parameter.init, parameter.std, parameter.trained
-                )
+                found[model_name] = replace(parameter, name=model_name)
     return found

@@ -31,8 +31,8 @@ from moegraph.ops.permute import combine, gather_weights, gather_weights_backwar
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
 from moegraph.ops.registry import NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
-from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask  # noqa
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
+from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
 
 __all__ = [
     "NEVER_RECOMPUTE",
@@ -73,9 +73,12 @@ __all__ = [
     "router_probabilities",
     "scale",
     "scale_rows",
+    "scaled_sum",
     "sigmoid",
+    "sigmoid_gate",
     "sort_by_expert",
     "split_heads",
     "swiglu",
+    "token_mask",
     "z_loss",
 ]

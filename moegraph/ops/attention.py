@@ -116,4 +116,5 @@ def attention(
         raise ValueError(f"window {window} must be at least 1: a query always sees itself")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
-    return _attention(q, k, v, document_ids, window, scale)
+    result: tuple[Tensor, Tensor] = _attention(q, k, v, document_ids, window, scale)
+    return result

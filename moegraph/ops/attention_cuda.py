@@ -65,8 +65,8 @@ def attention_forward(
         )
         return out.contiguous(), lse.contiguous()
     bias = None if document_ids is None else mask_bias(document_ids, window, q.dtype)
-    heads_first = [x.contiguous().transpose(1, 2) for x in (q, k, v)]
-    out, lse = _torch_compat.cudnn_attention(*heads_first, bias, scale)
+    query, key, value = (x.contiguous().transpose(1, 2) for x in (q, k, v))
+    out, lse = _torch_compat.cudnn_attention(query, key, value, bias, scale)
     out, lse = out.transpose(1, 2).contiguous(), lse.reshape(lse.shape[0], lse.shape[1], lse.shape[2]).contiguous()
     if document_ids is not None:
         padding = document_ids < 0
@@ -100,7 +100,7 @@ def attention_backward(
         # Padding: with no gradient coming in, and a logsumexp that makes its probabilities vanish, it moves nothing.
         grad = grad.masked_fill(padding[:, :, None, None], 0.0)
         lse = lse.masked_fill(padding[:, None, :], float("inf"))
-    heads_first = [x.contiguous().transpose(1, 2) for x in (grad, q, k, v, out)]
-    grads = _torch_compat.cudnn_attention_backward(*heads_first, lse[..., None], bias, scale)
+    grad, query, key, value, out = (x.contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
+    grads = _torch_compat.cudnn_attention_backward(grad, query, key, value, out, lse[..., None], bias, scale)
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)
     return dq, dk, dv

@@ -19,7 +19,7 @@ from torch import Tensor
 from moegraph.ops.precision import accumulate_dtype
 
 MAX_SCORES = 2**22  # elements of one block's scores
-MAX_BLOCK = 128  # query rows
+MAX_BLOCK = 64  # query rows
 
 
 @dataclass(frozen=True, slots=True)

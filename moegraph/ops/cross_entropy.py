@@ -88,4 +88,5 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     loss = logsumexp(logits) - logits[label], zero where the label is -100; lse is the logsumexp of every row. Both are
     differentiable.
     """
-    return _cross_entropy(logits, labels)
+    result: tuple[Tensor, Tensor] = _cross_entropy(logits, labels)
+    return result

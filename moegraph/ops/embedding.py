@@ -53,4 +53,5 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
     An id outside 0 … V-1 raises IndexError on CPU and trips a device assertion on CUDA; the loader refuses such data.
     """
-    return _embedding(ids, weight)
+    rows: Tensor = _embedding(ids, weight)
+    return rows

@@ -137,4 +137,5 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     torch's grouped kernel; anything else loops over the experts and waits for the device (`grouped_mm_backend` says
     which and why).
     """
-    return _grouped_mm(rows, weight, offsets)
+    out: Tensor = _grouped_mm(rows, weight, offsets)
+    return out

@@ -42,7 +42,8 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
     Equal ids always give equal rows, so the order of accumulation in every weight gradient is reproducible.
     """
-    return _sort_by_expert(ids, num_experts)
+    result: tuple[Tensor, Tensor, Tensor] = _sort_by_expert(ids, num_experts)
+    return result
 
 
 def _zero_past(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -108,7 +109,8 @@ def permute(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k
 
     Its gradient is `combine`: each token sums the gradients of its K rows, in slot order.
     """
-    return _permute(x, order, inverse, offsets, top_k)
+    rows: Tensor = _permute(x, order, inverse, offsets, top_k)
+    return rows
 
 
 def combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k: int) -> Tensor:
@@ -117,7 +119,8 @@ def combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k
     Accumulated in float32 (float64 for float64) and rounded once. Rows past offsets[-1] are not read: whatever they
     hold, NaN included, counts as nothing. Its gradient is `permute`.
     """
-    return _combine(y, order, inverse, offsets, top_k)
+    out: Tensor = _combine(y, order, inverse, offsets, top_k)
+    return out
 
 
 @torch.library.custom_op("moegraph::gather_weights", mutates_args=())
@@ -157,4 +160,5 @@ _gather_weights.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 def gather_weights(weights: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
     """Router weights [T, K] → the weight of each expert-sorted row [R]; zero past offsets[-1]."""
-    return _gather_weights(weights, order, inverse, offsets)
+    row_weight: Tensor = _gather_weights(weights, order, inverse, offsets)
+    return row_weight

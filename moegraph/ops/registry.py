@@ -30,6 +30,7 @@ from moegraph.ops.permute import combine, gather_weights, permute, sort_by_exper
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
+from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
 
 _mg = torch.ops.moegraph
 
@@ -69,6 +70,9 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     split_heads: Facts("pointwise"),
     merge_heads: Facts("pointwise"),
     swiglu: Facts("pointwise"),
+    sigmoid_gate: Facts("pointwise"),
+    token_mask: Facts("pointwise"),
+    scaled_sum: Facts("pointwise"),
     scale_rows: Facts("pointwise"),
     choose_experts: Facts("gather", (_mg.choose_experts.default,)),
     expert_scores: Facts("pointwise"),

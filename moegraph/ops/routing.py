@@ -44,7 +44,8 @@ def choose_experts(scores: Tensor, k: int) -> Tensor:
     """
     if not 1 <= k <= scores.shape[-1]:
         raise ValueError(f"top_k {k} is not between 1 and the number of experts {scores.shape[-1]}")
-    return _choose_experts(scores.detach(), k)
+    ids: Tensor = _choose_experts(scores.detach(), k)
+    return ids
 
 
 def expert_scores(logits: Tensor, score: Score) -> Tensor:

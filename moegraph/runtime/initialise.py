@@ -5,7 +5,7 @@ the rank, the device, the number of threads, the precision, or which other param
 every layout starts from the same model, and no two layers or experts start alike.
 
 Each tensor, and each expert of an expert tensor, has a CPU generator of its own, seeded with SHA-256 of
-"seed|name|expert". Values are made in float32 and then converted, so that a float64 run starts where a float32 run does.
+"seed|name|expert". Values are made in float32 and then converted, so a float64 run starts where a float32 run does.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ def learning_rate(step: int, steps: int, schedule: Cosine | Wsd | Constant, lr: 
         return lr
     if isinstance(schedule, Wsd):
         done = (step - (steps - schedule.decay)) / schedule.decay if schedule.decay else 0.0
-        return lr * (1.0 - (1.0 - schedule.final) * max(done, 0.0))
-    start = max(schedule.warmup, 1)
-    done = (step - start) / (steps - start) if steps > start else 0.0
-    return lr * (schedule.final + (1.0 - schedule.final) * 0.5 * (1.0 + math.cos(math.pi * done)))
+        left = 1.0 - max(done, 0.0)
+    else:
+        start = max(schedule.warmup, 1)
+        done = (step - start) / (steps - start) if steps > start else 0.0
+        left = 0.5 * (1.0 + math.cos(math.pi * done))
+    return lr * (left + schedule.final * (1.0 - left))

@@ -64,8 +64,8 @@ class AdamW:
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One step with the gradient of each trained parameter, already scaled and clipped, at learning rate `lr`."""
-        self._counts.fill_(self.steps)
         for values, names in self._names.items():
+            self._counts.fill_(self.steps)  # adamw counts each of them up
             grads = [gradients[name].to(self.masters.flat.dtype) for name in names]
             adamw(
                 [self.masters[name] for name in names],
@@ -83,7 +83,6 @@ class AdamW:
                 eps=self.options.eps,
                 maximize=False,
             )
-            self._counts.fill_(self.steps)
         self.steps += 1
 
     @torch.no_grad()

@@ -67,7 +67,9 @@ def _no_match(index: int, pattern: str, parameters: Mapping[str, Parameter], nam
 def _near(pattern: str, names: Sequence[str]) -> list[str]:
     """Up to three patterns that do match, most like this one first; the layers' numbers are left open."""
     open_names = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
-    endings = {".".join(parts[i:]): name for name in open_names for parts in [name.split(".")] for i in range(len(parts))}
+    endings = {
+        ".".join(parts[i:]): name for name in open_names for parts in [name.split(".")] for i in range(len(parts))
+    }
     word = pattern.strip("*.") or pattern
     close = difflib.get_close_matches(word, [*open_names, *endings], n=6, cutoff=0.3)
     found = [each if each in open_names else f"*{each}" for each in close if each.strip("*.")]

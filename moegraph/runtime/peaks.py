@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 # In 10¹² operations per second. A name must contain the words in this order as whole words; the first row that fits
-# holds, so a variant stands before its family. (H20, H100 and H200 are different words.)
+# holds, so a variant stands before its family; a variant without figures is not taken for its family.
 _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("GB300", {"bf16": 2500, "tf32": 1250, "fp8": 5000, "fp32": 80}),
     ("GB200", {"bf16": 2500, "tf32": 1250, "fp8": 5000, "fp32": 80, "fp64": 40}),
@@ -31,6 +31,8 @@ _PEAKS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("A10", {"bf16": 125, "tf32": 62.5, "fp32": 31.2}),
     ("L40S", {"bf16": 362, "tf32": 183, "fp8": 733, "fp32": 91.6}),
     ("L4", {"bf16": 121, "tf32": 60, "fp8": 242, "fp32": 30.3}),
+    ("RTX 4090 D", {}),
+    ("RTX 4090 Laptop", {}),
     ("RTX 4090", {"bf16": 165.2, "tf32": 82.6, "fp8": 330.3, "fp32": 82.6}),
     ("MI300X", {"bf16": 1307.4, "tf32": 653.7, "fp8": 2614.9, "fp32": 163.4, "fp64": 163.4}),
     ("MI325X", {"bf16": 1307.4, "tf32": 653.7, "fp8": 2614.9, "fp32": 163.4, "fp64": 163.4}),

@@ -156,18 +156,10 @@ def test_a_source_folder_is_relative_to_the_base_and_must_be_prepared(tmp_path: 
         resolve_source("data/tokens", tmp_path)
     (tmp_path / "data/tokens").mkdir(parents=True)
     (tmp_path / "data/tokens/manifest.json").write_text(json.dumps({}))
-    assert resolve_source("data/tokens", tmp_path) == tmp_path.resolve() / "data/tokens"
+    assert resolve_source("data/tokens", tmp_path) == tmp_path / "data/tokens"
+    assert resolve_source(str(tmp_path / "data/tokens"), Path("/")) == tmp_path / "data/tokens"
 
 
-def test_a_source_outside_the_base_is_refused_unless_allowed(tmp_path: Path) -> None:
-    base, outside = tmp_path / "base", tmp_path / "outside"
-    base.mkdir()
-    outside.mkdir()
-    (outside / "manifest.json").write_text("{}")
-    (base / "link").symlink_to(outside)
-    for source in ("../outside", str(outside), "link"):
-        with pytest.raises(DataError, match="outside"):
-            resolve_source(source, base)
-        assert resolve_source(source, base, allow_outside=True) == outside.resolve()
+def test_a_source_that_no_path_can_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="NUL"):
-        resolve_source("a\0b", base)
+        resolve_source("a\0b", tmp_path)

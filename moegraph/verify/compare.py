@@ -1,0 +1,81 @@
+"""Comparing two executions: largest relative differences of outputs and gradients, and the first node that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moegraph.graph.program import Port
+from moegraph.verify.run import Execution
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative difference ‖a - b‖∞ / ‖b‖∞ of outputs and of gradients, and the first node whose value differs."""
+
+    outputs: float
+    gradients: float
+    first_node: str | None
+    missing: tuple[str, ...] = ()
+
+    def within(self, tolerance: float) -> bool:
+        """Whether both stay within the tolerance and nothing is missing."""
+        return self.outputs <= tolerance and self.gradients <= tolerance and not self.missing
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """0.0 for bitwise equality (NaNs in the same places included), infinity where shapes, dtypes or NaNs differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    if not a.is_floating_point():
+        return float("inf")
+    a, b = a.double(), b.double()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    a, b = a.nan_to_num(), b.nan_to_num()
+    scale = max(float(b.abs().max()), 1e-300)
+    return float((a - b).abs().max()) / scale
+
+
+def compare(before: Execution, after: Execution, tolerance: float) -> Difference:
+    """How `after` differs from `before`, over everything `before` has."""
+    by_name = {_key(port): value for port, value in after.results.items()}
+    again = {_key(port): value for port, value in after.again.items()}
+    worst = {"outputs": 0.0, "gradients": 0.0}
+    missing = []
+    for port, value in before.results.items():
+        key = _key(port)
+        if key not in by_name or (again and key not in again):
+            missing.append(f"{port.role} {port.name}")
+            continue
+        side = "gradients" if port.role in ("grad", "grad_input") else "outputs"
+        for found in (by_name[key], again.get(key, by_name[key])):
+            worst[side] = max(worst[side], relative_difference(found, value))
+    first = _first_difference(before.values, after.values, tolerance) if max(worst.values()) > tolerance else None
+    return Difference(worst["outputs"], worst["gradients"], first, tuple(missing))
+
+
+def _key(port: Port) -> tuple[str, str]:
+    """A metric that a pass made differentiable is still the same output."""
+    return ("output" if port.role in ("metric", "auxiliary", "hidden", "loss") else port.role, port.name)
+
+
+def _first_difference(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: float) -> str | None:
+    for name, value in after.items():
+        if name in before and _value_difference(value, before[name]) > tolerance:
+            return name
+    return None
+
+
+def _value_difference(a: Any, b: Any) -> float:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return relative_difference(a, b)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        return max(map(_value_difference, a, b), default=0.0)
+    return float("inf")

@@ -1,0 +1,69 @@
+"""Random inputs for one kind of block: what its joint computation takes, drawn from a seed.
+
+Tokens and labels are in range (some labels ignored), rows hold two documents and end in padding, norms and biases are
+moved off their initial values so that nothing hides behind a one or a zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from moegraph.graph.program import Port, Program
+from moegraph.specs.schema import Spec
+from moegraph.step.joint import joint_signature
+
+
+def random_inputs(program: Program, layer: fx.GraphModule, seed: int) -> dict[Port, Tensor]:
+    """A value for every input of the block's joint computation, tangents included."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = _shapes(layer)
+    found: dict[Port, Tensor] = {}
+    for port in joint_signature(layer).inputs:
+        shape, dtype = shapes[port]
+        if port.role == "input" and port.name != "hidden":
+            found[port] = _batch_field(program.spec, port.name, shape, dtype, generator)
+        elif port.role in ("parameter", "buffer"):
+            parameter = layer.meta["parameters"][port.name]
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+            base = 1.0 if parameter.init == "ones" else 0.0
+            width = max(parameter.std, 0.1) if len(shape) < 2 else max(parameter.std, shape[-1] ** -0.5)
+            found[port] = (base + width * noise).to(dtype)
+        else:
+            found[port] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return found
+
+
+def _shapes(layer: fx.GraphModule) -> dict[Port, tuple[tuple[int, ...], torch.dtype]]:
+    from moegraph.graph.program import ports
+
+    found: dict[Port, Tensor] = {}
+    layer_inputs = iter(ports(layer, "inputs"))
+    for node in layer.graph.nodes:
+        if node.op == "placeholder":
+            found[next(layer_inputs)] = node.meta["val"]
+        elif node.op == "get_attr":
+            found[Port("parameter", node.target)] = found[Port("buffer", node.target)] = node.meta["val"]
+        elif node.op == "output":
+            for port, value in zip(ports(layer, "outputs"), node.meta["val"], strict=True):
+                found[Port("tangent", port.name)] = value
+    return {port: (tuple(value.shape), value.dtype) for port, value in found.items()}
+
+
+def _batch_field(
+    spec: Spec, name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    if name in ("tokens", "labels"):
+        ids = torch.randint(0, spec.model.vocab_size, shape, generator=generator)
+        if name == "labels":
+            ids[torch.rand(shape, generator=generator) < 0.125] = -100
+        return ids
+    if name == "inverse_targets":
+        return torch.tensor(1.0 / 17, dtype=dtype)
+    sequences, seq_len = shape
+    places = torch.arange(seq_len).expand(sequences, seq_len)
+    boundary, end = max(seq_len // 3, 1), max(seq_len - seq_len // 8, 1)
+    if name == "positions":
+        return torch.where(places < boundary, places, places - boundary).to(dtype).contiguous()
+    documents = (places >= boundary).long().masked_fill(places >= end, -1)
+    return documents.to(dtype).contiguous()

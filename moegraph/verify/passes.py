@@ -1,0 +1,162 @@
+"""`verify`: each pass of a spec is proved, by running every kind of block before and after it on equal inputs.
+
+Outputs and every gradient must be bitwise equal for an `exact` pass, within its bound for a `close` one; what a pass
+adds is held against a float64 reference; and one wrong value is planted after each pass to show that it would be seen.
+Structural verifiers run on the way (`moegraph.verify.structure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moegraph.graph.program import Program, Unit
+from moegraph.lowering import lower
+from moegraph.passes.pipeline import PassRecord, run_pipeline
+from moegraph.specs.schema import Spec
+from moegraph.verify.compare import Difference, compare
+from moegraph.verify.inputs import random_inputs
+from moegraph.verify.plant import plant_fault
+from moegraph.verify.reduce import reduce_spec
+from moegraph.verify.references import auxiliary_error
+from moegraph.verify.run import Execution, deterministic_threads, execute
+from moegraph.verify.structure import VERIFIERS, collective_order, lost_effects
+
+REFERENCE_TOLERANCE = 1e-5  # fp32 scalar against float64
+
+
+@dataclass(frozen=True)
+class PassVerdict:
+    """What was found about one pass. Differences are relative and the largest over all kinds of block."""
+
+    name: str
+    tier: str
+    tolerance: float
+    rewritten: int
+    output_difference: float
+    gradient_difference: float
+    ok: bool
+    note: str
+    first_difference: str | None
+    planted_found: bool | None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All verdicts; `reduced` says what was made smaller to run here."""
+
+    rows: list[PassVerdict]
+    reduced: str
+    structural: list[str] = field(default_factory=lambda: list(VERIFIERS))
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything held."""
+        return all(row.ok for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-able data."""
+        rows = [asdict(row) for row in self.rows]
+        return {"ok": self.ok, "reduced": self.reduced, "structural": self.structural, "passes": rows}
+
+
+def verify_spec(
+    spec: Spec, *, seed: int = 0, plant: bool = True, progress: Callable[[str], None] | None = None
+) -> VerifyReport:
+    """Runs the spec's pipeline, reduced to a size that runs here, and proves each of its passes.
+
+    Raises `CheckFailed` from a structural verifier; numeric breaches are in the report.
+    """
+    small, reduced = reduce_spec(spec)
+    records = run_pipeline(lower(small))
+    return VerifyReport(verify_records(records, seed=seed, plant=plant, progress=progress), reduced)
+
+
+def verify_records(
+    records: list[PassRecord], *, seed: int = 0, plant: bool = True, progress: Callable[[str], None] | None = None
+) -> list[PassVerdict]:
+    """Verdicts on a pipeline that ran; each record after the first is compared with the one before it."""
+    report = progress or (lambda name: None)
+    verdicts = []
+    with deterministic_threads():
+        for before, after in zip(records, records[1:], strict=False):
+            report(after.name)
+            verdicts.append(_verdict(before.program, after, seed, plant))
+    return verdicts
+
+
+def _verdict(before: Program, record: PassRecord, seed: int, plant: bool) -> PassVerdict:
+    tolerance = record.made_by.tolerance if record.made_by is not None else 0.0
+    worst, first, problems, seen = [0.0, 0.0], None, list[str](), list[bool]()
+    for kind, unit in before.units.items():
+        new = record.program.units[kind]
+        inputs = random_inputs(before, unit.layer_graph, seed)
+        expected = execute(unit, inputs)
+        found = execute(new, inputs)
+        difference = compare(expected, found, tolerance)
+        worst = [max(worst[0], difference.outputs), max(worst[1], difference.gradients)]
+        if not difference.within(tolerance):
+            first = first or f"{kind}: {difference.first_node or ', '.join(difference.missing) or 'an output'}"
+        problems += _effects(unit, new)
+        problems += _references(record, new, found)
+        rewritten = record.rewritten.get(kind, ())
+        if plant and (rewritten or record.made_by is None):
+            seen += _planted(record, new, expected, inputs, tolerance, rewritten)
+    problems += _silent(record)
+    planted = all(seen) if seen else None
+    ok = first is None and not problems and planted is not False
+    note = "; ".join(problems) or _note(record)
+    return PassVerdict(
+        record.name, record.tier, tolerance, record.count, worst[0], worst[1], ok, note, first, planted
+    )
+
+
+def _planted(
+    record: PassRecord, unit: Unit, expected: Execution, inputs: Any, tolerance: float, rewritten: Any
+) -> list[bool]:
+    planted = plant_fault(unit, rewritten)
+    if planted is None:
+        return []
+    wrong, _ = planted
+    found = execute(wrong, inputs)
+    difference: Difference = compare(expected, found, tolerance)
+    return [not difference.within(tolerance) or bool(_references(record, wrong, found))]
+
+
+def _effects(before: Unit, after: Unit) -> list[str]:
+    if set(before.graphs) != set(after.graphs):
+        return []
+    problems = []
+    for name, module in before.graphs.items():
+        problems += [f"{before.kind}: {lost} has an effect and was removed" for lost in lost_effects(module, after.graphs[name])]
+        if collective_order(module) and not collective_order(after.graphs[name]):
+            problems.append(f"{before.kind}/{name}: all collectives are gone")
+    return problems
+
+
+def _references(record: PassRecord, unit: Unit, execution: Execution) -> list[str]:
+    moe = record.program.spec.model.moe
+    if record.level != "layer" or moe is None:
+        return []
+    error = auxiliary_error(unit.graphs["layer"], execution.values, moe)
+    if error is None or error <= REFERENCE_TOLERANCE:
+        return []
+    return [f"{unit.kind}: an auxiliary loss differs from its float64 reference by {error:.1e}"]
+
+
+def _silent(record: PassRecord) -> list[str]:
+    """An enabled pass that rewrote nothing must say why, for every kind."""
+    if record.made_by is None or record.count:
+        return []
+    return [
+        f"{record.name} rewrote nothing in {kind} and does not say why"
+        for kind in record.program.units
+        if not record.notes.get(kind)
+    ]
+
+
+def _note(record: PassRecord) -> str:
+    if record.count or record.made_by is None:
+        return ""
+    return "nothing to rewrite: " + "; ".join(dict.fromkeys(record.notes.values()))

@@ -1,0 +1,63 @@
+"""Planting a fault: one value of a graph is made wrong, to show that the comparison would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from moegraph import ops
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name, facts
+from moegraph.graph.program import Unit, ports
+
+_FACTOR = 1.0625
+
+
+def plant_fault(unit: Unit, rewritten: Sequence[str]) -> tuple[Unit, str] | None:
+    """The unit with one float value scaled by 1.0625, and that node's name; None when no node qualifies.
+
+    The value is one that the pass touched where there is one, else the last that reaches a compared output.
+    """
+    name = next(n for n in ("backward", "joint", "layer") if n in unit.graphs)
+    module = unit.graphs[name]
+    target = _choose(module, set(rewritten))
+    if target is None:
+        return None
+    rewriter = Rewriter(module, "planted fault")
+    node = next(n for n in rewriter.graph.nodes if display_name(n) == target)
+    users = list(node.users)
+    operator = ops.scale if name == "layer" else torch.ops.aten.mul.Tensor
+    wrong = rewriter.call_before(node.next, f"{target}.wrong", operator, node, _FACTOR)
+    facts(wrong).update(layer=target, direction=facts(node).get("direction", "forward"))
+    for user in users:
+        user.replace_input_with(node, wrong)
+    return unit.with_graphs({**unit.graphs, name: rewriter.finish()}), target
+
+
+def _choose(module: fx.GraphModule, rewritten: set[str]) -> str | None:
+    reaching = _reaching(module)
+    candidates = [n for n in module.graph.nodes if n.op == "call_function" and n in reaching and _is_float(n)]
+    touched = [n for n in candidates if display_name(n) in rewritten]
+    chosen = touched or candidates
+    return display_name(chosen[-1]) if chosen else None
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _reaching(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that an output depends on."""
+    found: set[fx.Node] = set()
+    results: tuple[fx.Node, ...] = next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[assignment]
+    named = zip(ports(module, "outputs"), results, strict=True)
+    stack = [node for port, node in named if port.role != "metric"]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found

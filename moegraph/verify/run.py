@@ -1,0 +1,125 @@
+"""Running a unit's graphs eagerly on given inputs, whatever stage of the pipeline they are at, and recording values.
+
+The result maps what can be compared across passes: every block output and every gradient, by role and name; the
+recording maps node names to values, in the order they were computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from moegraph.graph.names import display_name
+from moegraph.graph.program import Port, Unit, ports
+from moegraph.step.joint import Differentiator, joint_signature
+
+
+@dataclass
+class Execution:
+    """Outputs and gradients by port, each node's value by name, and the same results computed another way."""
+
+    results: dict[Port, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+    again: dict[Port, Tensor] = field(default_factory=dict)
+
+
+def execute(unit: Unit, inputs: Mapping[Port, Tensor]) -> Execution:
+    """Runs a unit: its layer graph with autograd, its joint graph, or its step graphs one after the other.
+
+    Tangents missing from `inputs` are zeros, so an output that a pass added changes no gradient.
+    """
+    if "forward" in unit.graphs:
+        return _execute_split(unit, inputs)
+    if "joint" in unit.graphs:
+        return run_graph(unit.graphs["joint"], inputs)
+    return _execute_layer(unit.graphs["layer"], inputs)
+
+
+def _execute_layer(layer: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Execution:
+    values: dict[str, Any] = {}
+    signature = joint_signature(layer)
+    filled = {port: _value(port, layer, inputs) for port in signature.inputs}
+    outputs, gradients = _Recording(layer, values)(filled)
+    results = dict(zip(ports(layer, "outputs"), outputs, strict=True))
+    return Execution({**results, **gradients}, values)
+
+
+class _Recording(Differentiator):
+    """A differentiator that keeps the forward value of every node."""
+
+    def __init__(self, layer: fx.GraphModule, values: dict[str, Any]) -> None:
+        super().__init__(layer)
+        self.recorded = values
+
+    def _forward(self, inputs: dict[Port, Tensor]) -> tuple[dict[fx.Node, Any], list[Any], set[fx.Node]]:
+        found = super()._forward(inputs)
+        self.recorded.update({display_name(node): value for node, value in found[0].items()})
+        return found
+
+
+def _value(port: Port, layer: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Tensor:
+    if port in inputs or port.role != "tangent":
+        return inputs[port]
+    result = next(iter(layer.graph.find_nodes(op="output")))
+    index = [p.name for p in ports(layer, "outputs")].index(port.name)
+    fake: Tensor = result.meta["val"][index]
+    return torch.zeros(tuple(fake.shape), dtype=fake.dtype)
+
+
+def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Execution:
+    """Runs one step graph node by node."""
+    values: dict[fx.Node, Any] = {}
+    recorded: dict[str, Any] = {}
+    given = iter(ports(module, "inputs"))
+    results: dict[Port, Tensor] = {}
+    with torch.no_grad():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                port = next(given)
+                values[node] = inputs[port] if port in inputs else torch.zeros_like(_empty(node))
+            elif node.op == "output":
+                nodes: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+                results = {port: values[n] for port, n in zip(ports(module, "outputs"), nodes, strict=True)}
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                if node.target is not operator.getitem:
+                    recorded[display_name(node)] = values[node]
+    return Execution(results, recorded)
+
+
+def _empty(node: fx.Node) -> Tensor:
+    fake: Tensor = node.meta["val"]
+    return torch.empty(tuple(fake.shape), dtype=fake.dtype)
+
+
+def _execute_split(unit: Unit, inputs: Mapping[Port, Tensor]) -> Execution:
+    """Forward, then the joined backward; and, as `again`, the split backward and evaluate."""
+    forward = run_graph(unit.graphs["forward"], inputs)
+    outputs = {port: value for port, value in forward.results.items() if port.role != "saved"}
+    saved = {port: value for port, value in forward.results.items() if port.role == "saved"}
+    backward = run_graph(unit.graphs["backward"], {**inputs, **saved})
+    early = run_graph(unit.graphs["backward_input"], {**inputs, **saved})
+    live = {port: value for port, value in early.results.items() if port.role == "live"}
+    late = run_graph(unit.graphs["backward_weight"], {**inputs, **saved, **live})
+    evaluate = run_graph(unit.graphs["evaluate"], inputs)
+    values = {**forward.values, **backward.values}
+    again = {**{p: v for p, v in early.results.items() if p.role != "live"}, **late.results, **evaluate.results}
+    return Execution({**outputs, **backward.results}, values, again)
+
+
+@contextmanager
+def deterministic_threads() -> Iterator[None]:
+    """One thread, so that a sum is added up in one order in every graph."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

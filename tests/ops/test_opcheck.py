@@ -1,0 +1,64 @@
+"""`torch.library.opcheck` on every registered operator: schema, fake kernel, autograd registration, AOT dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moegraph import ops
+
+from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
+
+mg = torch.ops.moegraph
+ORDER, INVERSE, OFFSETS = DROPPED
+ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+NO_GRADIENT = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def floats(*shapes: tuple[int, ...], grad: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(s, generator=generator).requires_grad_(grad) for s in shapes]
+
+
+def attention_backward_arguments() -> tuple[Any, ...]:
+    q, k, v, grad = floats(*HEADS, HEADS[0])
+    out, lse = ops.attention(q, k, v, DOCUMENTS, window=2, scale=0.5)
+    return grad, q, k, v, out, lse, DOCUMENTS, 2, 0.5
+
+
+def cross_entropy_backward_arguments() -> tuple[Any, ...]:
+    (logits,) = floats((T, V))
+    loss, lse = ops.cross_entropy(logits, LABELS)
+    return torch.ones_like(loss), None, logits, LABELS, lse
+
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
+    "embedding": (mg.embedding, (torch.tensor([0, 6, 6]), *floats((V, D), grad=True)), ALL),
+    "embedding_wgrad": (mg.embedding_wgrad, (*floats((3, D)), torch.tensor([0, 6, 6]), V), NO_GRADIENT),
+    "attention": (mg.attention, (*floats(*HEADS, grad=True), DOCUMENTS, 2, 0.5), ALL),
+    "attention_backward": (mg.attention_backward, attention_backward_arguments(), NO_GRADIENT),
+    "choose_experts": (mg.choose_experts, (*floats((T, E)), K), NO_GRADIENT),
+    "sort_by_expert": (mg.sort_by_expert, (IDS, E), NO_GRADIENT),
+    "permute": (mg.permute, (*floats((T, D), grad=True), *DROPPED, K), ALL),
+    "combine": (mg.combine, (*floats((T * K, D), grad=True), *DROPPED, K), ALL),
+    "gather_weights": (mg.gather_weights, (*floats((T, K), grad=True), *DROPPED), ALL),
+    "gather_weights_backward": (mg.gather_weights_backward, (*floats((T * K,)), INVERSE, OFFSETS, K), NO_GRADIENT),
+    "grouped_mm": (mg.grouped_mm, (*floats((T * K, D), (E, F, D), grad=True), OFFSETS), ALL),
+    "grouped_mm_dgrad": (mg.grouped_mm_dgrad, (*floats((T * K, F), (E, F, D)), OFFSETS), NO_GRADIENT),
+    "grouped_mm_wgrad": (mg.grouped_mm_wgrad, (*floats((T * K, F), (T * K, D)), OFFSETS), NO_GRADIENT),
+    "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
+    "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_registration(name: str) -> None:
+    op, arguments, utilities = CALLS[name]
+    torch.library.opcheck(op.default, arguments, test_utils=utilities)
+
+
+def test_every_registered_operator_is_checked() -> None:
+    registered = torch._C._dispatch_get_all_op_names()
+    assert {name.removeprefix("moegraph::") for name in registered if name.startswith("moegraph::")} == set(CALLS)
