@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moegraph.compiled import compile  # noqa: A004 - the verb of the project
-    from moegraph.lowering import lower
+    from moegraph.compiled import compile
+    from moegraph.lowering.lower import lower as lower
     from moegraph.specs import load_spec
 
     __version__: str

@@ -23,8 +23,7 @@ def traced_graph() -> fx.Graph:
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Grouped product in bfloat16 on CUDA; rows past the last offset are left unwritten.
 
-    2.11 and 2.13 have `torch.nn.functional.grouped_mm` only with checks that differ between them; the aten operator
-    below it is the same in both.
+    The private name because it is the one known to be the same operator in 2.11 and 2.13.
     """
     return torch.ops.aten._grouped_mm.default(a, b, offsets)  # type: ignore[no-any-return]
 
@@ -50,31 +49,28 @@ def cudnn_attention_backward(
     return grads[0], grads[1], grads[2]
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Causal flash attention: [B, S, H, Dh] → lse [B, H, S], or packed [T, H, Dh] with int32 `starts` → lse [H, T].
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal flash attention of q, k, v [B, S, H, Dh] → (out [B, S, H, Dh], lse [B, H, S] float32).
 
-    `window` counts the query itself. The public `varlen_attn` (2.13) neither takes dense batches nor exists in 2.11.
+    `window` counts the query itself. The public `scaled_dot_product_attention` knows no windows.
     """
     left, right = (None, None) if window is None else (window - 1, 0)
     out = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, starts, starts, longest, longest, 0.0, True, False,
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out[0], out[1]
 
 
 def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    starts: Tensor | None, longest: int, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `flash_attention`. Without dropout the random state is not read, but the schema wants tensors."""
     left, right = (None, None) if window is None else (window - 1, 0)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward.default(
-        grad, q, k, v, out, lse, starts, starts, longest, longest, 0.0, True, state, unused,
+        grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, True, state, unused,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]

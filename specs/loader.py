@@ -19,7 +19,7 @@ from typing import Any
 
 from moegraph.errors import Problem, SpecError
 from moegraph.specs.merge import overlay
-from moegraph.specs.nodes import Limits, Mapping, Mark, from_python, plain
+from moegraph.specs.nodes import Limits, Mapping, Mark, from_python, show_name
 from moegraph.specs.not_yet import check_not_yet
 from moegraph.specs.overrides import read_overrides
 from moegraph.specs.resolved import origins_of
@@ -66,7 +66,7 @@ def load_resolved(source: SpecSource, overrides: Iterable[str] = (), *, trusted:
     """Like `load_spec`, and also says where every value comes from."""
     problems: list[Problem] = []
     sources = Sources(problems, LIMITS, trusted)
-    name = "the given mapping" if isinstance(source, AbstractMapping) else os.fspath(source)
+    name = "the given mapping" if isinstance(source, AbstractMapping) else show_name(os.fspath(source))
     tree = _read(source, sources, problems)
     over = read_overrides([overrides] if isinstance(overrides, str) else overrides, problems, LIMITS)
     if tree is None:
@@ -111,4 +111,4 @@ def _in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
     return sorted(kept, key=lambda each: (rank.get(each.file, len(rank)), each.line, each.column))
 
 
-__all__ = ["LIMITS", "ResolvedSpec", "SpecSource", "load_resolved", "load_spec", "plain"]
+__all__ = ["LIMITS", "ResolvedSpec", "SpecSource", "load_resolved", "load_spec"]

@@ -82,6 +82,11 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def show_name(name: str) -> str:
+    """A file name or an override as it was given, or quoted and cut if it would upset a terminal."""
+    return name if name.isprintable() and len(name) <= 1000 else show(name)
+
+
 def _short(value: Any, limit: int) -> str:
     if value is None:
         return "null"
@@ -118,7 +123,7 @@ def from_python(value: Any, mark: Mark, problems: list[Problem], limits: Limits,
 class Limits:
     """How large a spec may be; a real one stays below a hundredth of this."""
 
-    bytes: int = 256 * 1024
+    bytes: int = 128 * 1024
     nodes: int = 20_000
     depth: int = 32
     aliases: int = 64
@@ -161,6 +166,3 @@ class _Builder:
     def _refuse(self, code: str, path: str, message: str) -> Scalar:
         self.problems.append(Problem(code, message, where=str(self.mark), path=path))
         return Scalar(None, self.mark)
-
-
-__all__ = ["Limits", "Mapping", "Mark", "Node", "Plain", "Scalar", "Sequence", "from_python", "plain", "show"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from moegraph.errors import Problem
 from moegraph.specs.merge import overlay
-from moegraph.specs.nodes import Limits, Mapping, Mark, Node, show
+from moegraph.specs.nodes import Limits, Mapping, Mark, Node, show_name
 from moegraph.specs.yaml_reader import problem_at, read_yaml
 
 SET = "--set"
@@ -29,7 +29,7 @@ def read_overrides(overrides: Iterable[str], problems: list[Problem], limits: Li
 def _read_one(text: str, problems: list[Problem], limits: Limits) -> Node | None:
     path, equals, value = text.partition("=")
     keys = [key.strip() for key in path.split(".")]
-    mark = Mark(f"{SET} {text[:80] if text.isprintable() else show(text)}", trusted=True)
+    mark = Mark(f"{SET} {show_name(text)}", trusted=True)
     if not equals or not all(keys):
         fix = f"write {SET} section.key=value, for example {SET} train.steps=100"
         problems.append(problem_at(mark, "MG110", "an override needs a key, `=` and a value", fix=fix))

@@ -37,7 +37,7 @@ def rotary_width_is_even(spec: Spec, report: Report) -> None:
         message = f"{product} is no even number of rotated values"
         even = sorted({step / model.head_dim for step in range(2, model.head_dim + 1, 2) if model.head_dim % step == 0})
         fractions = "rope.fraction " + listing(f"{each:g}" for each in even) if even else None
-        report.add(path, message, allowed=fractions)
+        report.add(path, message, allowed=fractions, fix="change head_dim or rope.fraction, or set rope to null")
 
 
 def pattern_uses_window(spec: Spec, report: Report) -> None:

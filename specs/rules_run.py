@@ -6,7 +6,7 @@ import os
 from pathlib import Path, PurePath
 
 from moegraph.specs.rules import Report, Rule
-from moegraph.specs.schema.run import Cosine, Wsd
+from moegraph.specs.schema.run import Wsd
 from moegraph.specs.schema.spec import Spec
 
 
@@ -19,9 +19,9 @@ def sequences_fit_model(spec: Spec, report: Report) -> None:
 
 
 def schedule_fits_steps(spec: Spec, report: Report) -> None:
-    """Warm-up and decay both lie within the run, unless who runs moegraph cuts it short (--set train.steps=5)."""
+    """Warm-up and decay both lie within the run, unless who runs moegraph cuts a file's run short (train.steps=5)."""
     schedule, steps = spec.train.schedule, spec.train.steps
-    if report.mark("train.steps").trusted and not report.mark("train.schedule").trusted:
+    if report.mark("train.steps").trusted and report.mark("train.schedule.warmup").line:
         return
     if schedule.warmup > steps:
         message = f"warmup {schedule.warmup} is more than train.steps {steps}"
@@ -37,9 +37,6 @@ def decay_has_effect(spec: Spec, report: Report) -> None:
     schedule = spec.train.schedule
     if isinstance(schedule, Wsd) and schedule.decay == 0 and schedule.final != Wsd.model_fields["final"].default:
         report.add("train.schedule.final", "has no effect with decay 0", fix="add train.schedule.decay, in steps")
-    if isinstance(schedule, Cosine) and schedule.warmup == spec.train.steps and spec.train.steps > 1:
-        message = f"warmup {schedule.warmup} takes all of train.steps, so that nothing is left for the cosine"
-        report.add("train.schedule.warmup", message, allowed=f"0 to {spec.train.steps - 1}")
 
 
 def betas_below_one(spec: Spec, report: Report) -> None:

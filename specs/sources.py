@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moegraph.errors import Problem
 from moegraph.specs.merge import overlay
-from moegraph.specs.nodes import Limits, Mapping, Mark, Node, Scalar, plain, show
+from moegraph.specs.nodes import Limits, Mapping, Mark, Node, Scalar, plain, show, show_name
 from moegraph.specs.suggest import nearest_word
 from moegraph.specs.yaml_reader import problem_at, read_yaml
 
@@ -44,7 +44,7 @@ class Sources:
         if not os.path.lexists(path) and name in preset_names():
             path, shown = PRESETS / Path(name).name, name
         else:
-            shown = name
+            shown = show_name(name)
         mark = Mark(shown)
         return self._read(path, shown, mark, root=_real(path.parent), trail=[])
 
@@ -101,7 +101,8 @@ class Sources:
         if not os.path.lexists(path) and name in preset_names():
             path, shown, root = PRESETS / Path(name).name, name, _real(PRESETS)
         else:
-            shown = os.path.normpath(os.path.join(os.path.dirname(named.mark.origin) if named.mark.line else "", name))
+            parent = os.path.dirname(named.mark.origin) if named.mark.line else ""
+            shown = show_name(os.path.normpath(os.path.join(parent, name)))
         real = _real(path)
         if not real.is_relative_to(root):
             self._refuse(named, "MG109", "is a link that leads out of the spec's own folder")
@@ -141,7 +142,7 @@ class Sources:
 
     def _cannot_read(self, shown: str, asked: Mark, message: str, fix: str | None) -> None:
         self.problems.append(
-            problem_at(asked, "MG101", f"{show(shown)}: {message}" if asked.line else message, fix=fix)
+            problem_at(asked, "MG101", f"{show_name(shown)}: {message}" if asked.line else message, fix=fix)
         )
 
 

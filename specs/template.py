@@ -83,6 +83,7 @@ layout:                                # world = dp · pp ranks
 
 precision:
   compute: bf16                        # bf16 | fp32 | fp64; master weights are fp32, or fp64
+  mxfp8: {experts: off, shared: off, attention: off, dispatch: off}   # nothing else exists yet
 
 passes:
   canonicalize: {enabled: true}

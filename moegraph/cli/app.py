@@ -21,7 +21,9 @@ app = typer.Typer(
 def moegraph(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Goes with any command.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error. Goes with any command.")
+    ] = False,
 ) -> None:
     """A spec becomes a graph, passes rewrite it, torch.compile runs it, and a mixture-of-experts model trains.
 

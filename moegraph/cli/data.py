@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LINES = 5.0
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=False, help="Prepare training data, and show what is prepared.")
+app = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=False, help="Prepare training data, or show it."
+)
 
 
 @app.command("prepare")
 def prepare_command(
     inputs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[INPUT]...", help="Text, JSONL or Parquet files, or folders of them.")
+        list[Path] | None,
+        typer.Argument(metavar="[INPUT]...", help="Text, JSONL or Parquet files, or folders of them."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -128,6 +131,7 @@ def _show(folder: Path, manifest: Manifest) -> None:
         [[name, *(f"{value:,}" for value in split.values())] for name, split in facts["splits"].items()],
     )
     tokenizer = manifest.tokenizer
-    print(f"vocabulary  {tokenizer.vocab_size:,} tokens, documents end with {tokenizer.eos_token!r} (id {tokenizer.eos_id})")
+    end = f"{tokenizer.eos_token!r} (id {tokenizer.eos_id})"
+    print(f"vocabulary  {tokenizer.vocab_size:,} tokens, documents end with {end}")
     print(f"fingerprint {manifest.fingerprint}")
     print(f"folder      {folder}")

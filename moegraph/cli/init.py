@@ -13,16 +13,19 @@ from moegraph.errors import UsageError
 
 
 def init_command(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="The file to write.")] = Path(DEFAULT_SPEC),
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="The file to write.")] = Path(
+        DEFAULT_SPEC
+    ),
     json: Json = False,
 ) -> None:
     """Write a commented spec with every setting there is."""
     from moegraph.specs.template import template
 
+    text = template()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("x", encoding="utf-8") as file:  # x: never over a file that is there
-            file.write(template())
+            file.write(text)
     except FileExistsError:
         raise UsageError(f"{output} exists already: name another file with -o") from None
     except OSError as error:

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from moegraph.errors import UsageError
+from moegraph.errors import MoegraphError, UsageError
 
 DEFAULT_SPEC = "moegraph.yaml"
 
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec, such as train.steps=10. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a value of the spec, such as train.steps=10. Repeatable."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, errors included.")]
 PassFile = Annotated[
@@ -40,12 +42,21 @@ def spec_name(given: str | None) -> str:
 
 
 def load_pass_files(files: Iterable[Path] | None) -> dict[str, list[str]]:
-    """Runs the files; returns the names of the passes that each one registered."""
+    """Runs the files; returns the names of the passes that each one registered. Raises UsageError if one fails."""
     if not files:
         return {}
     from moegraph.passes import registry
 
-    return {str(file): registry.load_file(file) for file in files}
+    registered = {}
+    for file in files:
+        try:
+            registered[str(file)] = registry.load_file(file)
+        except MoegraphError:
+            raise
+        except Exception as error:
+            text = f"--pass-file {file} fails when it is run: {type(error).__name__}: {error}"
+            raise UsageError(f"{text}; --debug shows where") from error
+    return registered
 
 
 def refuse(**given: Any) -> None:

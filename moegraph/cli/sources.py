@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moegraph.artifact_names import REPORT_NAME, SPEC_NAME
 from moegraph.cli.options import spec_name
 from moegraph.errors import UsageError
 
@@ -16,8 +17,6 @@ def find_spec(given: str | None) -> str:
     name = spec_name(given)
     if not Path(name).is_dir():
         return name
-    from moegraph.artifact import REPORT_NAME, SPEC_NAME
-
     if not (Path(name) / REPORT_NAME).is_file():
         raise UsageError(f"{name} is a folder without {REPORT_NAME}, so no compiled directory: name a spec file")
     return str(Path(name) / SPEC_NAME)

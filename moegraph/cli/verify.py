@@ -23,7 +23,7 @@ def verify_command(
     seed: Annotated[int, typer.Option(help="Seed of the weights and tokens that the graphs are run on.")] = 0,
     json: Json = False,
 ) -> int:
-    """Run the model before and after each pass and compare outputs and every gradient."""
+    """Prove each pass: equal outputs and gradients."""
     refuse_many_ranks("world", world)
     from moegraph.cli.sources import find_spec
     from moegraph.specs import load_spec
@@ -62,7 +62,7 @@ def print_report(report: VerifyReport) -> None:
     columns = ["pass", "tier", ">bound", ">rewritten", ">outputs", ">gradients", "planted fault", "verdict", "note"]
     print_table(columns, rows)
     if report.reduced:
-        print(f"\n{report.reduced}")
+        print(f"\nmade smaller to run here: {report.reduced}")
 
 
 def breaches(report: VerifyReport) -> list[str]:

@@ -18,7 +18,7 @@ from moegraph.ops.precision import accumulate_dtype
 
 
 def _backend(q: Tensor, document_ids: Tensor | None, window: int | None) -> str:
-    if q.device.type != "cuda":
+    if q.device.type != "cuda" or q.numel() == 0:
         return "reference"
     return cuda.attention_backend("cuda", q.dtype, q.shape[-1], documents=document_ids is not None, window=window)[0]
 

@@ -46,11 +46,11 @@ def attention_backend(
 
 
 def mask_bias(document_ids: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, S, S] of documents and window; padding sees padding here, and is zeroed by the caller."""
-    hidden = document_ids[:, :, None] != document_ids[:, None, :]
-    if window is not None:
-        position = torch.arange(document_ids.shape[1], device=document_ids.device)
-        hidden = hidden | (position[:, None] - position[None, :] >= window)
+    """Additive mask [B, 1, S, S]: causal, same document, window. Padding sees padding here; the caller zeroes it."""
+    position = torch.arange(document_ids.shape[1], device=document_ids.device)
+    distance = position[:, None] - position[None, :]
+    outside = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    hidden = (document_ids[:, :, None] != document_ids[:, None, :]) | outside
     bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, HIDDEN)
     return bias[:, None]
 
@@ -60,9 +60,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, Dh], lse [B, H, S] float32), contiguous, on one of the fused backends."""
     if backend == "flash":
-        out, lse = _torch_compat.flash_attention(
-            q.contiguous(), k.contiguous(), v.contiguous(), None, q.shape[1], window, scale
-        )
+        out, lse = _torch_compat.flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), window, scale)
         return out.contiguous(), lse.contiguous()
     bias = None if document_ids is None else mask_bias(document_ids, window, q.dtype)
     query, key, value = (x.contiguous().transpose(1, 2) for x in (q, k, v))
@@ -91,7 +89,7 @@ def attention_backward(
     grad = grad.contiguous()
     if backend == "flash":
         dense = (q.contiguous(), k.contiguous(), v.contiguous(), out, lse)
-        grads = _torch_compat.flash_attention_backward(grad, *dense, None, q.shape[1], window, scale)
+        grads = _torch_compat.flash_attention_backward(grad, *dense, window, scale)
         return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
     bias = None
     if document_ids is not None:
@@ -99,7 +97,7 @@ def attention_backward(
         padding = document_ids < 0
         # Padding: with no gradient coming in, and a logsumexp that makes its probabilities vanish, it moves nothing.
         grad = grad.masked_fill(padding[:, :, None, None], 0.0)
-        lse = lse.masked_fill(padding[:, None, :], float("inf"))
+        lse = lse.masked_fill(padding[:, None, :], -HIDDEN)
     grad, query, key, value, out = (x.contiguous().transpose(1, 2) for x in (grad, q, k, v, out))
     grads = _torch_compat.cudnn_attention_backward(grad, query, key, value, out, lse[..., None], bias, scale)
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)

@@ -32,6 +32,10 @@ class Block:
     first: int
     bias: Tensor
 
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
 
 def query_blocks(q: Tensor, document_ids: Tensor | None, window: int | None, dtype: torch.dtype) -> Iterator[Block]:
     """Blocks of queries in order, with their mask: causal, same document, within `window` keys counting itself."""
@@ -62,15 +66,15 @@ def _heads_first(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 def _rows(x: Tensor, block: Block) -> Tensor:
     """The block's query rows of [B·Hkv, G, S, …], a key head's G query heads stacked: [B·Hkv, G·rows, …]."""
-    return x[:, :, block.start : block.end].reshape(x.shape[0], -1, *x.shape[3:])
+    return x[:, :, block.start : block.end].reshape(x.shape[0], x.shape[1] * block.rows, *x.shape[3:])
 
 
-def _scores(query: Tensor, key: Tensor, block: Block, scale: float, sequences: int) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float, sequences: int, heads: int) -> Tensor:
     """Scaled scores [B·Hkv, G·rows, keys] of a block, -inf where hidden."""
     rows, keys = _rows(query, block), key[:, 0, block.first : block.end]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    scores.view(sequences, -1, *block.bias.shape[2:]).add_(block.bias)
+    scores.view(sequences, heads, *block.bias.shape[2:]).add_(block.bias)
     return scores
 
 
@@ -86,7 +90,7 @@ def attention_forward(
     out = q.new_empty(sequences, seq_len, kv_heads, groups, width)
     lse = q.new_empty(sequences, kv_heads, groups, seq_len, dtype=wide)
     for block in query_blocks(q, document_ids, window, wide):
-        p = _scores(query, key, block, scale, sequences)
+        p = _scores(query, key, block, scale, sequences, heads)
         largest = p.amax(-1, keepdim=True)
         if document_ids is not None:
             largest = largest.masked_fill(largest == float("-inf"), 0.0)
@@ -96,7 +100,7 @@ def attention_forward(
             total = total.masked_fill(total == 0.0, 1.0)
         rows = slice(block.start, block.end)
         part = torch.bmm(p, value[:, 0, block.first : block.end]).div_(total)
-        shape = (sequences, kv_heads, groups, block.end - block.start)
+        shape = (sequences, kv_heads, groups, block.rows)
         out[:, rows] = part.view(*shape, width).permute(0, 3, 1, 2, 4)
         lse[..., rows] = total.log_().add_(largest).view(shape)
     return out.view(q.shape), lse.view(sequences, heads, seq_len)
@@ -130,13 +134,15 @@ def attention_backward(
     for block in query_blocks(q, document_ids, window, wide):
         keys = slice(block.first, block.end)
         g, rows = _rows(grad_out, block), _rows(query, block)
-        p = _scores(query, key, block, scale, sequences).sub_(_rows(lse, block)[..., None]).exp_()
+        p = _scores(query, key, block, scale, sequences, heads).sub_(_rows(lse, block)[..., None]).exp_()
         dv[:, keys].baddbmm_(p.transpose(1, 2), g)
         ds = torch.bmm(g, value[:, 0, keys].transpose(1, 2)).sub_(_rows(delta, block)[..., None])
         ds.mul_(p).mul_(scale)
         dk[:, keys].baddbmm_(ds.transpose(1, 2), rows)
         part = torch.bmm(ds, key[:, 0, keys])
-        dq[:, block.start : block.end] = part.view(sequences, kv_heads, groups, -1, width).permute(0, 3, 1, 2, 4)
+        dq[:, block.start : block.end] = part.view(sequences, kv_heads, groups, block.rows, width).permute(
+            0, 3, 1, 2, 4
+        )
 
     def as_given(x: Tensor, like: Tensor) -> Tensor:
         moved = x.view(sequences, kv_heads, seq_len, x.shape[-1]).transpose(1, 2)

@@ -129,7 +129,7 @@ def route(
 
 
 def expert_counts(ids: Tensor, token_mask: Tensor | None, num_experts: int) -> Tensor:
-    """How many of the choices ids [T, K] fell on each expert → [E] int64, over the tokens where token_mask [T] holds.
+    """How many of the choices ids [T, K] in 0 … E-1 fell on each expert → [E] int64, where token_mask [T] holds.
 
     No gradient, no host synchronisation (torch.bincount has one).
     """

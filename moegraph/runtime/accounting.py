@@ -33,7 +33,7 @@ def count_parameters(program: Program) -> tuple[int, int]:
 
 
 def flops_per_token(spec: Spec, program: Program) -> float:
-    """Training operations per token at `data.seq_len`. `program` must still have its layer graphs."""
+    """Training operations per token at `data.seq_len`."""
     tokens = spec.sequences_per_microbatch * spec.data.seq_len
     forward = {kind: _forward_flops(program, kind) for kind in program.units}
     return TRAINING_FACTOR * sum(forward[instance.kind] for instance in program.instances) / tokens
@@ -41,7 +41,7 @@ def flops_per_token(spec: Spec, program: Program) -> float:
 
 def _forward_flops(program: Program, kind: str) -> int:
     """Forward operations of one block of this kind over one micro-batch."""
-    graph = program.units[kind].graphs["layer"].graph
+    graph = program.units[kind].layer_graph.graph
     total = 0
     for node in graph.nodes:
         if node.op == "call_function":

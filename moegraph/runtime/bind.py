@@ -65,4 +65,5 @@ class BoundGraph:
         """Raises `CheckFailed` when a value does not have the dtype and shape the graph was traced for."""
         for port, (name, expected) in zip(self.inputs, self._described, strict=True):
             if value_text(values[port]) != expected:
-                raise CheckFailed(f"{self.label}: input {name} is {value_text(values[port])}, the graph wants {expected}")
+                found = value_text(values[port])
+                raise CheckFailed(f"{self.label}: input {name} is {found}, the graph wants {expected}")

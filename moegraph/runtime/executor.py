@@ -67,9 +67,8 @@ class Executor:
 
     def compilations(self) -> dict[str, int]:
         """How often each graph that was used has been compiled."""
-        return {
-            graph.label: graph.compilations for kind in self.graphs.values() for graph in kind.values() if graph.compilations
-        }
+        graphs = [graph for kind in self.graphs.values() for graph in kind.values()]
+        return {graph.label: graph.compilations for graph in graphs if graph.compilations}
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Tensor]) -> Activations:

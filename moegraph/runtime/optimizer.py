@@ -87,9 +87,9 @@ class AdamW:
 
     @torch.no_grad()
     def write_compute_copies(self, copies: Mapping[str, Tensor]) -> None:
-        """Writes each trained parameter's master into `copies[name]`, rounded to the copy's dtype."""
-        for name, master in self.masters.items():
-            copies[name].copy_(master)
+        """Writes the master of each parameter in `copies` into its copy, rounded to the copy's dtype."""
+        for name, copy in copies.items():
+            copy.copy_(self.masters[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a step depends on, as named tensors: `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` (views, not

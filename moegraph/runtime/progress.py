@@ -97,12 +97,15 @@ class Progress:
         if self._bar is None:
             print(text, file=self.stream, flush=True)
         else:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _bar(stream: IO[str]) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (BarColumn(bar_width=16), TimeRemainingColumn(), TextColumn("{task.fields[line]}", markup=False))
-    return Progress(*columns, console=Console(file=stream), refresh_per_second=5)
+    left = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
+    line = TextColumn("left  {task.fields[line]}", markup=False, table_column=Column(no_wrap=False))
+    columns = (BarColumn(bar_width=10, table_column=Column(min_width=10)), left, line)
+    return Progress(*columns, console=Console(file=stream), refresh_per_second=5, transient=True)

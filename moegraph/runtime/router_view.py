@@ -1,7 +1,8 @@
 """Load per layer and expert, drawn in the terminal from the records of a run.
 
     load per expert, step 300/300: mean ▄, twice the mean or more █, no token ·
-    layer 1  ▄▅▄▃▄▄▅▃  max 1.24  min 0.71  dead 0  entropy 0.93  max over time 2.1 ▇▅▃▂▂▁▁▁ 1.24
+                        max/mean  min/mean  dead  entropy  max/mean over time
+    layers.1  ▄▅▄▃▄▄▅▃      1.24      0.71     0    0.930  2.52 █▄▃▃▂▂▂▂▂▂▂▂ 1.24
 
 A character is one expert, or the busiest of several neighbours where a layer has more experts than fit; the head line
 says so. "Over time" is the load max/mean from the first record to the last.
@@ -44,20 +45,40 @@ def router_text(records: Records, width: int = 100, *, unicode: bool = True) -> 
     `unicode=False` draws with ASCII only. Raises `UsageError` for a run without experts."""
     view = router_json(records)
     symbols = _BLOCKS if unicode else _ASCII
-    tails = {name: _tail(layer, symbols) for name, layer in view["layers"].items()}
-    label = max(map(len, view["layers"]))
-    room = max(width - label - max(map(len, tails.values())) - 4, _MIN_CELLS)
+    names = list(view["layers"])
+    columns = _columns(list(view["layers"].values()), symbols)
+    label = max(map(len, names))
+    room = max(width - label - sum(len(column[0]) + 2 for column in columns) - 2, _MIN_CELLS)
     experts = max(len(layer["load"]) for layer in view["layers"].values())
     per_cell = -(-experts // room)
-    legend = f"mean {symbols[4]}, twice the mean or more {symbols[8]}, no token {symbols[0]}"
-    lines = [f"load per expert, step {view['step']}: {legend}"]
-    if per_cell > 1:
-        lines[0] += f"; a character is the busiest of {per_cell} experts"
-    cells = -(-experts // per_cell)
-    for name, layer in view["layers"].items():
+    cells = max(-(-experts // per_cell), _MIN_CELLS)
+    lines = [
+        f"load per expert, step {view['step']}: mean {symbols[4]}, twice the mean or more {symbols[8]}, "
+        f"no token {symbols[0]}" + (f"; a character is the busiest of {per_cell} experts" if per_cell > 1 else ""),
+        "  ".join([" " * label, " " * cells, *(column[0] for column in columns)]).rstrip(),
+    ]
+    for row, (name, layer) in enumerate(view["layers"].items(), start=1):
         drawn = _draw(layer["load"], per_cell, symbols)
-        lines.append(f"{name:<{label}}  {drawn:<{cells}}  {tails[name]}")
+        cells_of_row = [f"{name:<{label}}", f"{drawn:<{cells}}", *(column[row] for column in columns)]
+        lines.append("  ".join(cells_of_row).rstrip())
     return "\n".join(lines)
+
+
+def _columns(layers: Sequence[Mapping[str, Any]], symbols: str) -> list[list[str]]:
+    """The numbers beside the drawing: for each column its head and a cell per layer, padded to one width."""
+    columns = [
+        ["max/mean", *(f"{layer['load_max']:.2f}" for layer in layers)],
+        ["min/mean", *(f"{layer['load_min']:.2f}" for layer in layers)],
+        ["dead", *(f"{layer['dead_experts']}" for layer in layers)],
+        ["entropy", *("not finite" if layer["entropy"] is None else f"{layer['entropy']:.3f}" for layer in layers)],
+    ]
+    columns = [[f"{cell:>{max(map(len, column))}}" for cell in column] for column in columns]
+    curves = [layer["load_max_over_time"] for layer in layers]
+    if any(len(curve) > 1 for curve in curves):
+        column = ["max/mean over time"]
+        column += [f"{curve[0]:.2f} {_trend(curve, symbols)} {curve[-1]:.2f}" if curve else "" for curve in curves]
+        columns.append([f"{cell:<{max(map(len, column))}}" for cell in column])
+    return columns
 
 
 def _draw(load: Sequence[float], per_cell: int, symbols: str) -> str:
@@ -68,20 +89,6 @@ def _draw(load: Sequence[float], per_cell: int, symbols: str) -> str:
 def _symbol(share: float, symbols: str) -> str:
     """The symbol of a value within 0 to 1; only 0 itself gets the symbol for nothing."""
     return symbols[0] if share <= 0 else symbols[min(max(round(share * _LEVELS), 1), _LEVELS)]
-
-
-def _tail(layer: Mapping[str, Any], symbols: str) -> str:
-    """The numbers beside the drawing."""
-    curve = layer["load_max_over_time"]
-    parts = [
-        f"max/mean {layer['load_max']:.2f}",
-        f"min/mean {layer['load_min']:.2f}",
-        f"dead {layer['dead_experts']}",
-        "entropy " + ("not finite" if layer["entropy"] is None else f"{layer['entropy']:.3f}"),
-    ]
-    if len(curve) > 1:
-        parts.append(f"max/mean over time {curve[0]:.2f} {_trend(curve, symbols)} {curve[-1]:.2f}")
-    return "  ".join(parts)
 
 
 def _trend(values: Sequence[float], symbols: str) -> str:

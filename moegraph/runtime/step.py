@@ -25,7 +25,7 @@ class Computed:
 
     `loss` is the mean cross entropy of the step's valid targets; `balance` and `z` are what the auxiliary losses add
     to it, coefficients included. `expert_counts` [layers, E], `probability_sum` [layers, E] and `router_entropy`
-    [layers] are sums over micro-batches (the entropy: mean), over the MoE layers in order.
+    [layers] are sums over micro-batches (the entropy: mean over tokens), over the MoE layers in order.
     """
 
     loss: Tensor
@@ -70,7 +70,7 @@ class StepComputer:
                 (tangent,) = self._tangents([activations], total_tokens, parts)
                 parts.collect(activations)
                 self.executor.backward(activations, tangent, self.gradients)
-        return parts.finish(total_tokens, count)
+        return parts.finish(total_tokens)
 
     def _forward(self, micro_batch: Mapping[str, Tensor], valid_targets: int) -> Activations:
         activations = self.executor.forward(self.place(micro_batch, valid_targets))
@@ -121,9 +121,8 @@ class StepComputer:
         name = "probability_sum"
         indices = [index for index, _ in running[0].auxiliary(name)]
         sums = [torch.stack(list(values)).sum(0) for values in zip(*(a.metrics(name) for a in running), strict=True)]
-        counts = [
-            torch.stack(list(values)).sum(0) for values in zip(*(a.metrics("expert_counts") for a in running), strict=True)
-        ]
+        per_layer = zip(*(a.metrics("expert_counts") for a in running), strict=True)
+        counts = [torch.stack(list(values)).sum(0) for values in per_layer]
         tokens = sum(activations.unmasked_tokens for activations in running)
         loss, vectors = self.rule.from_sums(counts, sums, tokens, tokens / max(total_tokens, 1))
         parts.add("balance", loss)
@@ -148,10 +147,11 @@ class _Parts:
         for name in ("expert_counts", "probability_sum", "router_entropy"):
             values = activations.metrics(name)
             if values:
-                stacked = torch.stack(values)
+                # The entropy is a mean over a micro-batch's tokens: weighed by them, the sum becomes the step's mean.
+                stacked = torch.stack(values) * (activations.unmasked_tokens if name == "router_entropy" else 1)
                 self.metrics[name] = self.metrics[name] + stacked if name in self.metrics else stacked
 
-    def finish(self, tokens: int, micro_batches: int) -> Computed:
+    def finish(self, tokens: int) -> Computed:
         assert self.loss is not None
         zero = torch.zeros_like(self.loss)
         entropy = self.metrics.get("router_entropy")
@@ -161,6 +161,6 @@ class _Parts:
             z=self.auxiliary.get("z", zero),
             expert_counts=self.metrics.get("expert_counts"),
             probability_sum=self.metrics.get("probability_sum"),
-            router_entropy=None if entropy is None else entropy / micro_batches,
+            router_entropy=None if entropy is None else entropy / max(tokens, 1),
             tokens=tokens,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moegraph import ops
-from moegraph.ops import attention_reference
+from moegraph.ops import attention_cuda, attention_reference
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, scale: float) -> Tensor:
@@ -84,6 +84,14 @@ def test_a48_a_document_is_as_if_it_were_alone() -> None:
         torch.testing.assert_close(lse[..., part], alone_lse, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8)])
+def test_no_sequences_and_no_tokens(shape: tuple[int, ...]) -> None:
+    q = torch.randn(shape, requires_grad=True)
+    out, lse = ops.attention(q, q, q, window=2, scale=1.0)
+    assert (out.shape, lse.shape) == (shape, (shape[0], shape[2], shape[1]))
+    assert torch.autograd.grad(out.sum(), q)[0].shape == shape
+
+
 def test_logsumexp_is_that_of_the_visible_scores() -> None:
     q, k = torch.randn(1, 5, 1, 4, dtype=torch.float64), torch.randn(1, 5, 1, 4, dtype=torch.float64)
     _, lse = ops.attention(q, k, k, window=2, scale=0.5)
@@ -120,3 +128,26 @@ def test_backend_on_cuda_is_read_from_the_table(
     chosen, reason = ops.attention_backend("cuda", dtype, head_dim, documents=masked, window=window)
     assert (chosen, bool(reason)) == (backend, True)
     assert ops.attention_backend("cpu", dtype, head_dim, documents=masked, window=window)[0] == "reference"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_mask_bias_of_cuda_hides_what_the_reference_hides(window: int | None) -> None:
+    ids = documents(2, 40)
+    bias = attention_cuda.mask_bias(ids, window, torch.float32)
+    q = torch.randn(2, 40, 1, 4)
+    (block,) = attention_reference.query_blocks(q, ids, window, torch.float32)
+    padding = (ids < 0)[:, None, :, None]
+    assert torch.equal(bias.eq(0) & ~padding, block.bias.eq(0))
+    assert bias.diagonal(dim1=-2, dim2=-1).eq(0).all()  # every query sees itself, padding included
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "cudnn_bias", "flash"])
+def test_fused_kernels_are_called_by_their_schema(backend: str) -> None:
+    q, k, grad = (torch.empty(2, 64, h, 64, dtype=torch.bfloat16, device="meta") for h in (4, 2, 4))
+    ids = torch.empty(2, 64, dtype=torch.int32, device="meta") if backend == "cudnn_bias" else None
+    out, lse = attention_cuda.attention_forward(backend, q, k, k, ids, None, 0.1)
+    assert (out.shape, out.is_contiguous()) == (q.shape, True)
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((2, 4, 64), torch.float32, True)
+    grads = attention_cuda.attention_backward(backend, grad, q, k, k, out, lse, ids, None, 0.1)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+    assert all(g.is_contiguous() for g in grads)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moegraph import ops
+from moegraph import _torch_compat, ops
 
 D, F = 6, 5
 
@@ -162,6 +162,16 @@ def test_backend_of_grouped_mm_states_its_reason(device: str, dtype: torch.dtype
     assert chosen == backend
     assert reason
     assert ("waits for the device" in reason) == (device == "cuda" and backend == "loop")
+
+
+def test_grouped_kernel_of_cuda_is_called_by_its_schema() -> None:
+    rows, grad = (torch.empty(32, w, dtype=torch.bfloat16, device="meta") for w in (64, 96))
+    weight = torch.empty(4, 96, 64, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(4, dtype=torch.int32, device="meta")
+    assert _torch_compat.grouped_mm(rows, weight.transpose(1, 2), offsets).shape == (32, 96)
+    assert _torch_compat.grouped_mm(grad, weight, offsets).shape == (32, 64)
+    wgrad = _torch_compat.grouped_mm(grad.t(), rows, offsets)
+    assert (wgrad.shape, wgrad.is_contiguous()) == ((4, 96, 64), True)
 
 
 def test_embedding_gradient_adds_repeated_ids_and_is_reproducible() -> None:

@@ -170,3 +170,13 @@ def test_nothing_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SECRET", "s3cret")
     spec = load_spec(write(tmp_path, MINIMAL), ["train.output_dir=runs/${SECRET}$SECRET{{SECRET}}"])
     assert spec.train.output_dir == "runs/${SECRET}$SECRET{{SECRET}}"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff.yaml", "x" * 5000, "\x1b[31m.yaml", "spec\n.yaml"])
+def test_odd_file_names_and_overrides_are_shown_safely(name: str) -> None:
+    for problem in [
+        *problems_of(name),
+        *problems_of({"extends": name}),
+        *problems_of("presets/tiny.yaml", [f"{name}=1"]),
+    ]:
+        assert str(problem).replace("\n", "").isprintable()

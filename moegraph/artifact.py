@@ -1,0 +1,248 @@
+"""A compiled directory: everything `compile` found out about a spec, as files people and programs can read.
+
+    spec.yaml                       the resolved spec, every default written out
+    report.json                     hash, time and nodes rewritten per pass, versions, sizes, what was verified
+    graph.json                      the graphs before tracing and at the end, for programs
+    passes/04-recompute/moe.joint.txt   the canonical text of each graph after the pass
+    passes/04-recompute.diff            what the pass changed
+
+Contract: the directory is data. Nothing in it is ever executed: `train` reads its spec, compiles that again, and
+refuses if a graph is not the one whose hash the report holds. Written aside and renamed, so it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from moegraph.artifact_names import GRAPH_NAME, PASSES_NAME, REPORT_NAME, SPEC_NAME
+from moegraph.compiled import Compiled
+from moegraph.errors import CheckFailed, UsageError
+from moegraph.graph.diff import diff_lines, diff_programs
+from moegraph.graph.instances import instances_text
+from moegraph.graph.text import graph_json
+from moegraph.passes.pipeline import PassRecord
+from moegraph.runtime.accounting import count_parameters, flops_per_token
+from moegraph.runtime.manifest import versions
+from moegraph.specs.resolved import resolved_yaml
+from moegraph.verify.structure import VERIFIERS
+
+FORMAT, FORMAT_VERSION = "moegraph-compiled", 1
+MAX_REPORT_BYTES = 64 << 20
+_OWN_NAMES = frozenset({SPEC_NAME, REPORT_NAME, GRAPH_NAME, PASSES_NAME})
+
+
+def build_report(
+    compiled: Compiled, *, pass_files: Mapping[str, list[str]] | None = None, verified: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """report.json as JSON-able values. `pass_files`: names of the passes that each user's file registered;
+    `verified`: the numeric verification, where there was one."""
+    layer_program = [record for record in compiled.records if record.level == "layer"][-1].program
+    total, active = count_parameters(layer_program)
+    world = compiled.spec.layout.world
+    notes = []
+    if world > 1:
+        notes.append(
+            f"layout: world {world} = dp {compiled.spec.layout.dp} × pp {compiled.spec.layout.pp}; these are the "
+            "graphs of the undistributed model until parallel layouts exist"
+        )
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "spec_sha256": sha256(resolved_yaml(compiled.spec).encode()).hexdigest(),
+        "versions": versions(),
+        "rank": 0,
+        "world": 1,
+        "parameters": {"total": total, "active": active},
+        "flops_per_token": flops_per_token(compiled.spec, layer_program),
+        "passes": [_pass_report(number, record) for number, record in enumerate(compiled.records)],
+        "pass_files": dict(pass_files or {}),
+        # Every record passed every structural verifier: one that fails ends the pipeline.
+        "verifiers": {"structural": dict.fromkeys(VERIFIERS, "ok"), "numeric": verified},
+        "notes": notes,
+    }
+
+
+def _pass_report(number: int, record: PassRecord) -> dict[str, Any]:
+    return {
+        "number": number,
+        "name": record.name,
+        "level": record.level,
+        "tier": record.tier,
+        "seconds": round(record.seconds, 6),
+        "rewritten": {kind: len(names) for kind, names in record.rewritten.items()},
+        "notes": {kind: note for kind, note in record.notes.items() if note},
+        "hash": record.hash,
+    }
+
+
+def build_graphs(compiled: Compiled) -> dict[str, Any]:
+    """graph.json as JSON-able values: instances, parameters, and per kind its layer graph and its final graphs."""
+    program = compiled.program
+    layer_units = [record for record in compiled.records if record.level == "layer"][-1].program.units
+    kinds = {
+        kind: {name: graph_json(module) for name, module in {**layer_units[kind].graphs, **unit.graphs}.items()}
+        for kind, unit in program.units.items()
+    }
+    instances = [
+        {
+            "prefix": instance.prefix,
+            "kind": instance.kind,
+            "layer": instance.layer,
+            "stage": instance.stage,
+            "parameters": dict(instance.parameters),
+        }
+        for instance in program.instances
+    ]
+    parameters = {
+        name: {"shape": list(p.shape), "role": p.role, "init": p.init, "std": p.std, "trained": p.trained}
+        for name, p in program.parameters.items()
+    }
+    return {"kinds": kinds, "instances": instances, "parameters": parameters}
+
+
+def check_writable(folder: Path) -> None:
+    """Raises UsageError unless `folder` is absent, empty, or a compiled directory and nothing else."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"{folder} exists and is not a folder: name another one with -o")
+    if not folder.is_dir():
+        return
+    names = sorted(entry.name for entry in folder.iterdir())
+    foreign = [name for name in names if name not in _OWN_NAMES]
+    if foreign or (names and REPORT_NAME not in names):
+        raise UsageError(
+            f"{folder} holds {(foreign or names)[0]!r} and is not a compiled directory, so it is not replaced: name "
+            "another folder with -o"
+        )
+
+
+def write_compiled(folder: Path, compiled: Compiled, report: Mapping[str, Any]) -> None:
+    """Writes the directory, replacing an older compiled directory. Raises UsageError if it may not or cannot."""
+    check_writable(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+        try:
+            partial.chmod(0o755)
+            _fill(partial, compiled, report)
+            _move(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _fill(folder: Path, compiled: Compiled, report: Mapping[str, Any]) -> None:
+    (folder / SPEC_NAME).write_text(resolved_yaml(compiled.spec), encoding="utf-8")
+    _write_json(folder / GRAPH_NAME, build_graphs(compiled), indent=None)
+    before: PassRecord | None = None
+    for number, record in enumerate(compiled.records):
+        stem = folder / PASSES_NAME / f"{number:02d}-{record.name}"
+        stem.mkdir(parents=True)
+        for kind, graphs in record.texts.items():
+            for name, text in graphs.items():
+                (stem / f"{kind}.{name}.txt").write_text(text + "\n", encoding="utf-8")
+        if before is not None:
+            lines = diff_of(before, record)
+            stem.with_name(f"{stem.name}.diff").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        before = record
+    _write_json(folder / REPORT_NAME, report, indent=2)
+
+
+def diff_of(before: PassRecord, after: PassRecord) -> list[str]:
+    """What a pass changed, in lines."""
+    titles = {kind: instances_text(after.program, kind) for kind in after.texts}
+    return list(diff_lines(diff_programs(before.texts, after.texts, (before.name, after.name)), titles))
+
+
+def _write_json(path: Path, data: Mapping[str, Any], indent: int | None) -> None:
+    path.write_text(json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """`partial` becomes `folder`; an older one is moved out of the way first, and back if that fails."""
+    if folder.is_dir() and any(folder.iterdir()):
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.replaced-", dir=folder.parent))
+        folder.rename(old)
+        try:
+            partial.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class CompiledFolder:
+    """What a compiled directory says: where its spec lies, and which hash each pass left, in order."""
+
+    path: Path
+    hashes: dict[str, str]
+    versions: dict[str, str]
+    user_passes: dict[str, str]  # pass name → the file it was registered from
+
+    @property
+    def spec_path(self) -> Path:
+        """The resolved spec."""
+        return self.path / SPEC_NAME
+
+
+def read_compiled(folder: Path) -> CompiledFolder:
+    """Reads and checks report.json. Raises UsageError for what is not a compiled directory."""
+    path = folder / REPORT_NAME
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_REPORT_BYTES + 1)
+        report = json.loads(raw) if len(raw) <= MAX_REPORT_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        report = None
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        raise UsageError(f"{folder} is not a compiled directory: it has no {REPORT_NAME} of `moegraph compile`")
+    if report.get("format_version") != FORMAT_VERSION:
+        raise UsageError(f"{path} has another format version than {FORMAT_VERSION}: compile the spec again")
+    try:
+        hashes = {str(each["name"]): str(each["hash"]) for each in report["passes"]}
+        texts = {str(name): str(version) for name, version in report["versions"].items()}
+        user_passes = {str(name): str(file) for file, names in report["pass_files"].items() for name in names}
+    except (TypeError, KeyError, AttributeError):
+        raise UsageError(f"{path} is damaged: compile the spec again") from None
+    return CompiledFolder(folder, hashes, texts, user_passes)
+
+
+def check_unchanged(folder: CompiledFolder, compiled: Compiled) -> None:
+    """Raises CheckFailed naming the first pass whose graphs are not those the directory was compiled to."""
+    for was, now in zip_longest(folder.hashes.items(), compiled.hashes.items()):
+        if was == now:
+            continue
+        if was is None or now is None or was[0] != now[0]:
+            name = was[0] if was else ""
+            what = f"pass {name!r} ran when it was compiled" if was else "fewer passes ran when it was compiled"
+            what += f", and in its place is {now[0]!r} now" if now else ", and does not now"
+            if file := folder.user_passes.get(name):
+                what += f" (it came from {file}: give --pass-file)"
+        else:
+            what = f"the graphs after pass {was[0]!r} are not those it was compiled to"
+        raise CheckFailed(f"{folder.path}: {what}{_moved(folder)}; if that is right, compile the spec again")
+
+
+def _moved(folder: CompiledFolder) -> str:
+    """Which versions are others than when the directory was compiled."""
+    here = versions()
+    names = [name for name in here if folder.versions.get(name, here[name]) != here[name]]
+    moved = ", ".join(f"{name} {folder.versions[name]} → {here[name]}" for name in names)
+    return f" (changed since then: {moved})" if moved else ""

@@ -1,0 +1,105 @@
+"""`moegraph inspect`: the graphs of a spec, what a pass changed, the final values of a spec, or a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegraph.cli.options import Json, PassFile, Set, load_pass_files, refuse
+from moegraph.cli.output import Status, print_json
+from moegraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from moegraph.compiled import Compiled
+
+
+def inspect_command(
+    spec: Annotated[
+        str | None,
+        typer.Argument(metavar="[SPEC|DIR]", help="A spec, a preset, a compiled directory, or the folder of a run."),
+    ] = None,
+    set_: Set = None,
+    pass_file: PassFile = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="PASS", help="The graphs after this pass (default: the last layer pass).")
+    ] = None,
+    diff: Annotated[str | None, typer.Option(metavar="PASS", help="What this pass changed.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="With --diff: also every line of graphs that are new.")] = False,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only this kind of block.")] = None,
+    graph: Annotated[
+        str | None, typer.Option(metavar="GRAPH", help="Only this graph: layer, joint, forward, backward, …")
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(metavar="N", help="Only this pipeline stage; 0 is the only one so far.")
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option(metavar="RE", help="Only lines that match this regular expression.")
+    ] = None,
+    expand: Annotated[bool, typer.Option("--expand", help="Every block by itself, with full names.")] = False,
+    stat: Annotated[bool, typer.Option("--stat", help="Counts of nodes and operators instead of the nodes.")] = False,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
+    ] = False,
+    router: Annotated[bool, typer.Option("--router", help="Of a run: load per layer and expert.")] = False,
+    json: Json = False,
+) -> None:
+    """Print graphs, what a pass changed, values, or a run."""
+    graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
+    flags = {"expand": expand, "stat": stat, "pass_file": pass_file}
+    if spec is not None and _is_run(Path(spec)):
+        refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
+        from moegraph.cli.inspect_run import print_run
+
+        print_run(Path(spec), router=router, as_json=json)
+        return
+    refuse(router=router, because="goes with the folder of a run, such as `moegraph inspect runs/tiny --router`")
+    if resolved:
+        refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
+        _print_resolved(spec, set_, as_json=json)
+        return
+    if diff is None:
+        refuse(full=full, because="goes with --diff")
+    else:
+        refuse(after=after, expand=expand, stat=stat, grep=grep, because="does not go with --diff")
+    if stage not in (None, 0):
+        raise UsageError(f"--stage {stage}: there is only stage 0 until pipeline parallelism exists")
+    compiled = _compile(spec, set_, pass_file)
+    from moegraph.cli.inspect_graphs import Selection, print_difference, print_graphs, print_statistics
+
+    selection = Selection(kind, graph, expand, grep)
+    if diff is not None:
+        print_difference(compiled, diff, selection, full=full, as_json=json)
+    elif stat:
+        print_statistics(compiled, after, selection, as_json=json)
+    else:
+        print_graphs(compiled, after, selection, as_json=json)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()  # moegraph.runtime.run_log.METRICS
+
+
+def _compile(spec: str | None, overrides: list[str] | None, pass_files: list[Path] | None) -> Compiled:
+    from moegraph.cli.sources import find_spec
+    from moegraph.specs import load_spec
+
+    loaded = load_spec(find_spec(spec), overrides or ())  # before torch is imported: its errors come at once
+    from moegraph.compiled import compile as compile_spec
+
+    load_pass_files(pass_files)
+    with Status() as status:
+        return compile_spec(loaded, progress=lambda step: status(f"compiling: {step}"))
+
+
+def _print_resolved(spec: str | None, overrides: list[str] | None, *, as_json: bool) -> None:
+    from moegraph.cli.sources import find_spec
+    from moegraph.specs.loader import load_resolved
+    from moegraph.specs.resolved import resolved_data, resolved_lines
+
+    resolved = load_resolved(find_spec(spec), overrides or ())
+    if as_json:
+        print_json({"spec": resolved.source, "sources": list(resolved.sources), "values": resolved_data(resolved)})
+    else:
+        print("\n".join(resolved_lines(resolved)))

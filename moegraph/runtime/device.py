@@ -1,0 +1,62 @@
+"""The device of a run, its name, its memory, and the settings that make it repeatable."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from moegraph.errors import RunError
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is only deterministic with a fixed workspace; no API sets it
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RunError("train.device is cuda, but torch sees no CUDA device here: use auto or cpu")
+    use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The name the driver gives, or the processor's architecture."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU {platform.machine()}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a CUDA device, resident of this process otherwise."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+@contextmanager
+def run_settings(deterministic: bool) -> Iterator[None]:
+    """Within, torch runs as the spec says; afterwards everything is as it was.
+
+    Deterministic: operators without a deterministic implementation raise, so a run is bitwise repeatable on the same
+    machine and versions.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    workspace = os.environ.get(_CUBLAS_WORKSPACE)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    if deterministic:
+        os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        if workspace is None:
+            os.environ.pop(_CUBLAS_WORKSPACE, None)
