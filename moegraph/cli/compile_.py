@@ -104,7 +104,7 @@ def _print(records: Any, report: dict[str, Any], folder: Path) -> None:
     print_table(columns, [[r.name, r.level, r.tier, r.count, f"{r.seconds:.2f}", note_of(r)] for r in records])
     total, active = report["parameters"]["total"], report["parameters"]["active"]
     print(f"\nparameters  {total:,} ({counted(total)}), of which a token meets {active:,} ({counted(active)})")
-    print(f"operations  {counted(report['flops_per_token'])}FLOP per token, forward and backward")
+    print(f"operations  {counted(report['flops_per_token'], operations=True)} per token, forward and backward")
     for note in report["notes"]:
         print(f"note        {note}")
     print(f"written to  {folder}")

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_LINES = 5.0
 
-app = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=False, help="Prepare training data, or show it."
-)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=False, help="Prepare training data, or show it.")
 
 
 @app.command("prepare")

@@ -130,7 +130,7 @@ def _about(record: PassRecord) -> str:
     if record.made_by is None:
         line = f"{record.name}: every block is traced jointly with its backward"
     if isinstance(record.made_by, BalanceLosses):
-        line += f"\n{definition(record.program.spec)}"
+        line += "\n" + definition(record.program.spec).replace("; ", "\n")
     for note in dict.fromkeys(note for kind, note in record.notes.items() if note and not record.count):
         line += f"\n{note}"
     return line

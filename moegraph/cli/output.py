@@ -86,12 +86,13 @@ class Status:
             say(message)
 
 
-def counted(number: float) -> str:
-    """A count with its unit in words that people use for models: 7.4 M, 46.6 B, 2.4 T."""
-    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+def counted(number: float, *, operations: bool = False) -> str:
+    """A count in short: parameters as people say them (7.4 M, 46.6 B, 2.4 T), operations with SI prefixes (8.7 GFLOP)."""
+    units = (" TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP") if operations else (" T", " B", " M", " k", "")
+    for size, unit in zip((1e12, 1e9, 1e6, 1e3), units, strict=False):
         if number >= size:
             return f"{number / size:.4g}{unit}"
-    return f"{number:.4g}"
+    return f"{number:.4g}{units[-1]}"
 
 
 def _finite(value: Any) -> Any:

@@ -1,15 +1,27 @@
 """Which nodes must never be removed or duplicated: those whose effect is felt outside their result.
 
 Collectives have users on other ranks, so dead-code elimination that looks at this rank alone would make another rank
-wait for ever (pytorch#130918). Mutating operators change an argument.
+wait for ever (pytorch#130918). Mutating operators change an argument. Random operators may be removed, but not repeated
+or merged: a second call draws other numbers (pytorch#190758).
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
+from moegraph.graph.names import display_name
+
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
+_IN_PLACE = frozenset(
+    {
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+        operator.iand, operator.ior, operator.ixor, operator.setitem, operator.delitem,
+    }
+)  # fmt: skip
 _registered: set[str] = set()
 
 
@@ -24,9 +36,21 @@ def is_communication(node: fx.Node) -> bool:
 
 
 def is_mutating(node: fx.Node) -> bool:
-    """Whether the node's operator writes to one of its arguments."""
+    """Whether the node's operator writes to one of its arguments: by its schema, and where it has none by torch's
+    convention of a trailing underscore (what a Python function does inside, `propagate` sees)."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_effectful(node: fx.Node) -> bool:
@@ -44,6 +68,13 @@ def eliminate_dead_code(graph: fx.Graph) -> list[fx.Node]:
             graph.erase_node(node)
             removed.append(node)
     return removed
+
+
+def lost_effects(before: Iterable[fx.GraphModule], after: Iterable[fx.GraphModule]) -> list[str]:
+    """Names of effectful calls in the graphs `before` that none of the graphs `after` has."""
+    kept = {display_name(node) for module in after for node in module.graph.nodes}
+    found = [n for module in before for n in module.graph.nodes if n.op == "call_function" and is_effectful(n)]
+    return list(dict.fromkeys(display_name(node) for node in found if display_name(node) not in kept))
 
 
 def _name(node: fx.Node) -> str:

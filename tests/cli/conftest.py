@@ -80,6 +80,25 @@ def small(here: Path) -> Path:
     return path
 
 
+_compiled: dict[str, Any] = {}
+
+
+@pytest.fixture
+def cached_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling one spec several times takes the time of once; for tests of what comes afterwards."""
+    from moegraph import compiled
+
+    original = compiled.compile
+
+    def compile_once(spec: Any, **options: Any) -> Any:
+        key = spec.model_dump_json(by_alias=True)
+        if key not in _compiled:
+            _compiled[key] = original(spec, **options)
+        return _compiled[key]
+
+    monkeypatch.setattr(compiled, "compile", compile_once)
+
+
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory in which the small spec was compiled; tests that change it take a copy."""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def inspect(moegraph: Moegraph, compiled_once: Path, monkeypatch: pytest.MonkeyPatch) -> Moegraph:
+def inspect(moegraph: Moegraph, compiled_once: Path, cached_compile: None, monkeypatch: pytest.MonkeyPatch) -> Moegraph:
     """`inspect("--stat")`: inspect of the small spec."""
     monkeypatch.chdir(compiled_once)
     return lambda *arguments: moegraph("inspect", *arguments)
@@ -34,7 +34,12 @@ def test_the_difference_that_balance_losses_make_reads_well(
 def test_by_default_the_graphs_after_the_last_layer_pass_are_printed(inspect: Moegraph) -> None:
     done = inspect()
     headers = [line for line in done.out.splitlines() if line.startswith("#")]
-    expected = ["embedding / layer — embedding", "dense / layer — layers.0", "moe / layer — layers.1", "head / layer — head"]
+    expected = [
+        "embedding / layer — embedding",
+        "dense / layer — layers.0",
+        "moe / layer — layers.1",
+        "head / layer — head",
+    ]
     assert headers == [f"# {each}" for each in expected]
     nodes = [line for line in done.out.splitlines() if line and not line.startswith(("#", "return "))]
     assert all(re.fullmatch(r"[\w./]+: .+ = .+  # (lower|canonicalize|balance-losses)", line) for line in nodes)
@@ -127,21 +132,28 @@ def test_resolved_prints_every_value_with_its_origin(inspect: Moegraph) -> None:
     assert lines["model.num_layers"] == "moegraph.yaml:5:15"
     assert lines["model.moe.top_k"].startswith("presets/tiny.yaml:")
     assert lines["layout.dp"] == "default"
-    assert inspect("--resolved", "--json").json["values"]["model.d_model"] == {"value": 16, "origin": "moegraph.yaml:6:12"}
+    assert inspect("--resolved", "--json").json["values"]["model.d_model"] == {
+        "value": 16,
+        "origin": "moegraph.yaml:6:12",
+    }
 
 
 def test_a_compiled_directory_stands_for_its_spec(inspect: Moegraph) -> None:
     assert inspect("compiled/moegraph").out == inspect().out
 
 
-def test_a_users_pass_is_shown_like_any_other(inspect: Moegraph, user_pass: Path) -> None:
-    done = inspect("--pass-file", user_pass, "--diff", "mark-layers")
+def test_a_users_pass_is_shown_like_any_other(moegraph: Moegraph, small: Path, user_pass: Path) -> None:
+    done = moegraph("inspect", "--pass-file", user_pass, "--diff", "mark-layers")
     assert done.status == 0, done.err
     assert "+1 scale" in done.out
 
 
 def test_a_run_shows_its_last_record(moegraph: Moegraph, tmp_path: Path) -> None:
-    records = [{"step": 0, "validation_loss": 3.0}, {"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0, "grad_norm": 1.0}]
+    records = [
+        {"step": 0, "validation_loss": 3.0},
+        {"step": 1, "loss": 2.5},
+        {"step": 2, "loss": 2.0, "grad_norm": 1.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
     done = moegraph("inspect", tmp_path)
     assert "loss 2.0000" in done.out

@@ -18,9 +18,13 @@ def python(code: str, *, cwd: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compile", "--help"], ["inspect", "presets/tiny.yaml", "--resolved"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["compile", "--help"], ["inspect", "presets/tiny.yaml", "--resolved"]]
+)
 def test_help_and_resolved_values_import_nothing_heavy(arguments: list[str]) -> None:
-    done = python(f"import sys; from moegraph.cli import run; run({arguments}); sys.exit(bool({HEAVY} & set(sys.modules)))")
+    done = python(
+        f"import sys; from moegraph.cli import run; run({arguments}); sys.exit(bool({HEAVY} & set(sys.modules)))"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
