@@ -1,8 +1,9 @@
 """What a pass is, and what it is told and answers.
 
 A pass expects a valid graph and leaves a valid graph. It declares the level it works on, what must have run before it
-(`requires`), what it adds (`provides`), what it cannot live with (`conflicts`), and its tier: `exact` (the numbers stay
-bitwise the same on a CPU) or `close` (they stay within a stated bound).
+(`requires`), what it adds (`provides`), what it takes away (`removes`), after what it can no longer run (`conflicts`), and
+its tier: `exact` (the numbers stay bitwise the same on a CPU) or `close` (they stay within a stated bound). These are
+names of properties of the program; tracing provides "joint", and `split-backward` removes it and provides "split".
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moegraph.graph.program import Program, Unit
+from moegraph.passes.options import build_from_options
 from moegraph.specs.schema import Spec
 
 Level = Literal["layer", "step"]
@@ -42,7 +44,10 @@ class PassResult:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A rewrite of one kind of block. Subclasses are frozen dataclasses whose fields are the pass's options."""
+    """A rewrite of one kind of block. Subclasses are frozen dataclasses whose fields are the pass's options.
+
+    A pass that requires what another one removes runs before that one; nothing needs to be said twice.
+    """
 
     name: ClassVar[str]
     level: ClassVar[Level]
@@ -50,12 +55,20 @@ class Pass(ABC):
     tolerance: ClassVar[float] = 0.0  # largest relative difference of outputs and gradients; 0 for `exact`
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
+    removes: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
-    @abstractmethod
     def from_spec(cls, spec: Spec) -> Pass | None:
-        """The pass as the spec's `passes:` section configures it, or None when it is switched off."""
+        """The pass as the spec's `passes:` section configures it, or None when it is switched off.
+
+        As it stands here, for users' passes: the fields are filled from `passes.custom.NAME.options`. Raises UsageError
+        for options that do not exist, are missing, or are of the wrong type.
+        """
+        custom = spec.passes.custom.get(cls.name)
+        if custom is not None and not custom.enabled:
+            return None
+        return build_from_options(cls, cls.name, custom.options if custom is not None else {})
 
     @abstractmethod
     def apply(self, unit: Unit, context: PassContext) -> PassResult:

@@ -7,7 +7,7 @@
 
 `selective` computes again what is cheap (everything but matrix products, attention, losses and routing); `full`
 everything but what must never be computed twice: the routing decision, offsets and dispatched rows (a top-k on ties
-could flip, a collective would have to run again), and anything with an effect.
+could flip, a collective would have to run again), anything with an effect, and random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import fx
 
 from moegraph import ops
 from moegraph.graph.edit import Rewriter
-from moegraph.graph.effects import eliminate_dead_code, is_effectful
+from moegraph.graph.effects import eliminate_dead_code, is_effectful, is_random
 from moegraph.graph.names import display_name, facts
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
@@ -41,7 +41,6 @@ class Recompute(Pass):
     name: ClassVar[str] = "recompute"
     level: ClassVar[Level] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"joint"})
-    conflicts: ClassVar[frozenset[str]] = frozenset({"split"})
 
     @classmethod
     def from_spec(cls, spec: Spec) -> Recompute | None:
@@ -98,7 +97,7 @@ def _again(
 
 
 def _may_repeat(node: fx.Node, keep: frozenset[object]) -> bool:
-    if node.op != "call_function" or is_effectful(node) or node.target in keep:
+    if node.op != "call_function" or is_effectful(node) or is_random(node) or node.target in keep:
         return False
     source = node.args[0] if node.args else None
     # A taken-apart result follows the call that made it: computing only the getitem again would save the tuple.

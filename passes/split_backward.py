@@ -48,6 +48,7 @@ class SplitBackward(Pass):
     level: ClassVar[Level] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"joint"})
     provides: ClassVar[frozenset[str]] = frozenset({"split"})
+    removes: ClassVar[frozenset[str]] = frozenset({"joint"})
 
     @classmethod
     def from_spec(cls, spec: Spec) -> SplitBackward:

@@ -87,7 +87,7 @@ class Status:
 
 
 def counted(number: float, *, operations: bool = False) -> str:
-    """A count in short: parameters as people say them (7.4 M, 46.6 B, 2.4 T), operations with SI prefixes (8.7 GFLOP)."""
+    """A count in short: parameters as people say them (46.9 B, 2.4 T), operations with SI prefixes (8.7 GFLOP)."""
     units = (" TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP") if operations else (" T", " B", " M", " k", "")
     for size, unit in zip((1e12, 1e9, 1e6, 1e3), units, strict=False):
         if number >= size:

@@ -33,7 +33,7 @@ def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 class BoundGraph:
-    """One step graph ready to run. `compilations` counts how often the compiler was asked for it."""
+    """One step graph ready to run. `compilations` counts how often it was compiled."""
 
     def __init__(self, label: str, module: fx.GraphModule, device: torch.device, mode: CompileMode) -> None:
         self.label = label
@@ -50,8 +50,9 @@ class BoundGraph:
         inner = torch._dynamo.lookup_backend(mode)
 
         def backend(module: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-            self.compilations += 1
-            return inner(module, example_inputs)
+            code = inner(module, example_inputs)
+            self.compilations += 1  # not before: Dynamo may raise in there to trace once more for the same compilation
+            return code
 
         compiled: Callable[..., Sequence[Tensor]] = torch.compile(bound, backend=backend, fullgraph=True, dynamic=False)
         return compiled

@@ -44,8 +44,10 @@ def cache_folder(device_name: str) -> Path:
             part.mkdir(mode=0o700, exist_ok=True)
             _make_private(part)
     except OSError as error:
-        raise RunError(f"the compile cache {folder} cannot be made: {error.strerror or error}; make {base} writable, "
-                       "or set XDG_CACHE_HOME to a folder of yours") from error
+        raise RunError(
+            f"the compile cache {folder} cannot be made: {error.strerror or error}; make {base} writable, "
+            "or set XDG_CACHE_HOME to a folder of yours"
+        ) from error
     return folder
 
 
@@ -58,15 +60,17 @@ def compile_cache(device_name: str) -> Iterator[Callable[[], None]]:
     """
     folder = cache_folder(device_name)
     with users_of(folder) as alone:
-        if alone():
-            remove_unknown(folder)
+        with alone() as mine:
+            if mine:
+                remove_unknown(folder)
         before = {name: os.environ.get(name) for name in (_INDUCTOR_FOLDER, _TRITON_FOLDER)}
         os.environ[_INDUCTOR_FOLDER] = str(folder / "inductor")
         os.environ[_TRITON_FOLDER] = str(folder / "triton")
 
         def keep() -> None:
-            if alone():
-                keep_contents(folder)
+            with alone() as mine:
+                if mine:
+                    keep_contents(folder)
 
         try:
             yield keep

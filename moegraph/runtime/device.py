@@ -46,7 +46,7 @@ def run_settings(deterministic: bool) -> Iterator[None]:
     Deterministic: operators without a deterministic implementation raise, so a run is bitwise repeatable on the same
     machine and versions.
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(_CUBLAS_WORKSPACE)
     fill = torch.utils.deterministic.fill_uninitialized_memory
     if deterministic:
@@ -56,7 +56,7 @@ def run_settings(deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop(_CUBLAS_WORKSPACE, None)

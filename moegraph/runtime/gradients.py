@@ -33,3 +33,8 @@ class GradientBuffers(FlatTensors):
         else:
             self[name].copy_(gradient)
             self._written.add(name)
+
+    def finish(self) -> None:
+        """Ends a step: a parameter that got no gradient has one of zero, not the one of an earlier step."""
+        for name in self.keys() - self._written:
+            self[name].zero_()

@@ -1,8 +1,12 @@
-"""The folder of a run: one run each. An earlier run in it is moved aside, never overwritten."""
+"""The folder of a run: one run each, one process at a time. An earlier run in it is moved aside, never overwritten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moegraph.errors import RunError
@@ -10,22 +14,57 @@ from moegraph.runtime.run_log import MANIFEST, METRICS
 from moegraph.runtime.weights import WEIGHTS
 
 
-def claim_run_folder(folder: Path, note: Callable[[str], None]) -> Path:
-    """Makes `folder` for a new run. A folder that holds a run is renamed to `NAME.N` first; one that holds anything
-    else, or a file in its place, is refused."""
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"train.output_dir {folder} is a file: choose another")
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if found:
-        if not found & {MANIFEST, METRICS, WEIGHTS}:
-            raise RunError(f"train.output_dir {folder} holds files that are not a run's: choose another")
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        note(f"an earlier run was in {folder}; it is now {aside}")
+@contextmanager
+def claim_run_folder(folder: Path, note: Callable[[str], None]) -> Iterator[Path]:
+    """Makes `folder` for a new run, which has it for itself within.
+
+    A folder that holds a run is renamed to `NAME.N` first. Raises `RunError` for a folder that holds anything else,
+    that another process is training into, that is a file, or that cannot be written into.
+    """
     try:
+        _move_earlier_run(folder, note)
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        lock = _lock(folder)
     except OSError as error:
-        raise RunError(f"train.output_dir {folder} cannot be made: {error}") from error
-    return folder
+        raise RunError(
+            f"train.output_dir {folder} cannot be written to ({error.strerror or error}): choose another"
+        ) from error
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _move_earlier_run(folder: Path, note: Callable[[str], None]) -> None:
+    if not folder.is_dir():
+        if folder.exists():
+            raise RunError(f"train.output_dir {folder} is a file: choose another")
+        return
+    found = {path.name for path in folder.iterdir()}
+    if not found:
+        return
+    if not found & {MANIFEST, METRICS, WEIGHTS}:
+        raise RunError(f"train.output_dir {folder} holds files that are not a run's: choose another")
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise RunError(f"train.output_dir {folder} holds an earlier run and is where you are: choose another")
+    os.close(_lock(folder))
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
+        number += 1
+    folder.rename(aside)
+    note(f"an earlier run was in {folder}; it is now {aside}")
+
+
+def _lock(folder: Path) -> int:
+    """An open handle of the folder that locks it for as long as it is open; the system closes it with the process."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RunError(f"another process is training into train.output_dir {folder}: choose another") from None
+    except OSError:
+        pass  # a file system without locks
+    return handle

@@ -70,6 +70,7 @@ class StepComputer:
                 (tangent,) = self._tangents([activations], total_tokens, parts)
                 parts.collect(activations)
                 self.executor.backward(activations, tangent, self.gradients)
+        self.gradients.finish()
         return parts.finish(total_tokens)
 
     def _forward(self, micro_batch: Mapping[str, Tensor], valid_targets: int) -> Activations:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moegraph.compiled import Compiled, compile
 from moegraph.data.corpora import resolve_source
@@ -26,15 +25,14 @@ from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
 from moegraph.runtime.executor import Executor
-from moegraph.runtime.gradient_norm import clip_factor, global_norm, is_finite
+from moegraph.runtime.gradient_norm import global_norm, is_finite
 from moegraph.runtime.gradients import GradientBuffers
-from moegraph.runtime.initialise import initial_values
 from moegraph.runtime.learning_rate import learning_rate
 from moegraph.runtime.manifest import build_manifest
-from moegraph.runtime.optimizer import AdamW
+from moegraph.runtime.model_state import ModelState, master_dtype
 from moegraph.runtime.peaks import peak_flops, utilisation
 from moegraph.runtime.progress import Progress
-from moegraph.runtime.router_metrics import layer_routing, updated_bias
+from moegraph.runtime.router_metrics import layer_routing
 from moegraph.runtime.run_folder import claim_run_folder
 from moegraph.runtime.run_log import RunLog
 from moegraph.runtime.step import Computed, StepComputer
@@ -69,13 +67,14 @@ def train(spec: Spec, *, base: Path, progress: Progress | None = None, compiled:
     if spec.layout.world > 1:
         raise UsageError(
             f"layout.dp {spec.layout.dp} × layout.pp {spec.layout.pp} asks for {spec.layout.world} ranks, and training "
-            "on several ranks waits for the parallel layouts; --set layout.dp=1 layout.ep=1 layout.pp=1 trains here"
+            "on several ranks waits for the parallel layouts; --set layout.dp=1 --set layout.ep=1 --set layout.pp=1 "
+            "trains here"
         )
     device = choose_device(spec.train.device)
-    with run_settings(spec.train.deterministic), compile_cache(device_name(device)):
+    with run_settings(spec.train.deterministic), compile_cache(device_name(device)) as keep_compiled:
         shown = progress or Progress(spec.train.steps, spec.train.log_every)
         with shown:
-            return Trainer(spec, base, device, shown, compiled).run()
+            return Trainer(spec, base, device, shown, compiled).run(keep_compiled)
 
 
 class Trainer:
@@ -88,71 +87,52 @@ class Trainer:
         self.dataset, self.loader, self.validation = _open_data(spec, base)
         self.compiled = compiled or compile(spec)
         self.program = self.compiled.program
-        masters = torch.float64 if spec.precision.compute == "fp64" else torch.float32
-        start = initial_values(self.program.parameters.values(), spec.train.seed, masters)
-        start = {name: value.to(device) for name, value in start.items()}
-        self.optimizer = AdamW(self.program.parameters, start, spec.train.optimizer)
-        self.values = self._compute_values(start)
-        self.executor = Executor(self.program, self.values, device, spec.train.compile)
-        self.gradients = GradientBuffers(self.program.trained(), masters, device)
+        self.state = ModelState(spec, self.program, device)
+        self.executor = Executor(self.program, self.state.values, device, spec.train.compile)
+        self.gradients = GradientBuffers(self.program.trained(), master_dtype(spec), device)
         self.computer = StepComputer(spec, self.executor, self.gradients, device)
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
-        self.biases = [name for name, p in self.program.parameters.items() if p.role == "select_bias"]
 
-    def _compute_values(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the graphs read: the masters themselves where the dtypes agree, copies elsewhere."""
-        values = {}
-        for name, parameter in self.program.parameters.items():
-            if not parameter.trained:
-                values[name] = start[name].to(parameter.dtype).clone()
-            elif parameter.dtype == self.optimizer.masters.flat.dtype:
-                values[name] = self.optimizer.masters[name]
-            else:
-                values[name] = self.optimizer.masters[name].to(parameter.dtype)
-        masters = self.optimizer.masters
-        self._copies = {name: v for name, v in values.items() if name in masters and v is not masters[name]}
-        return values
-
-    def run(self) -> TrainResult:
-        """All steps, then the final weights."""
-        folder = claim_run_folder(Path(self.spec.train.output_dir), self.progress.note)
-        started = time.perf_counter()
-        self._announce(folder)
-        with RunLog(folder, self.progress.note) as log:
+    def run(self, after_first_step: Callable[[], None] = lambda: None) -> TrainResult:
+        """All steps, then the final weights. `after_first_step` is called once, when every graph has been compiled."""
+        output, note, steps = Path(self.spec.train.output_dir), self.progress.note, self.spec.train.steps
+        with claim_run_folder(output, note) as folder, RunLog(folder, note) as log:
+            started = time.perf_counter()
+            self._announce(folder)
             log.write_manifest(self._manifest(folder))
-            first = last = self._validate(log, 0)
-            record: dict[str, Any] = {}
-            for step in range(1, self.spec.train.steps + 1):
-                record = self._step(step)
+            first = last = self._validate_first(log)
+            loss = 0.0
+            for step in range(1, steps + 1):
+                record = self._step(step, log)
+                loss = record["loss"]
                 if self._validates(step):
                     last = record["validation_loss"] = self._validation_loss()
                 log.write(record)
                 self.progress.show(record)
-        weights = {**self.optimizer.masters, **{name: self.values[name] for name in self.biases}}
-        save_weights(folder, weights, {"format": "pt", "step": str(self.spec.train.steps)})
-        result = TrainResult(
-            folder,
-            self.spec.train.steps,
-            time.perf_counter() - started,
-            record["loss"],
-            first,
-            last,
-            self.executor.compilations(),
-        )
+                if step == 1:
+                    after_first_step()
+            save_weights(folder, self.state.weights(), {"format": "pt", "step": str(steps)})
+        seconds = time.perf_counter() - started
+        result = TrainResult(folder, steps, seconds, loss, first, last, self.executor.compilations())
         self._conclude(result)
         return result
 
-    def _step(self, step: int) -> dict[str, Any]:
-        batch = self.loader.step(step - 1)
+    def _step(self, step: int, log: RunLog) -> dict[str, Any]:
+        """One step and its record. Raises `RunError`, having changed nothing, if it is not finite."""
         began = time.perf_counter()
+        batch = self.loader.step(step - 1)
         computed = self.computer.compute(batch)
-        norm_tensor = global_norm(self.gradients)
-        loss, balance, z, norm = self._agree(computed, norm_tensor, step)
-        lr = learning_rate(step, self.spec.train.steps, self.spec.train.schedule, self.spec.train.optimizer.lr)
-        self._commit(computed, norm, lr)
-        record = {"step": step, "loss": loss, "loss_total": loss + balance + z, "balance_loss": balance, "z_loss": z}
-        record.update(grad_norm=norm, lr=lr, valid_targets=batch.valid_targets)
+        record = {"step": step, **self._agree(computed), "valid_targets": batch.valid_targets}
+        lost = [name for name in ("loss", "balance_loss", "z_loss", "grad_norm") if not is_finite(record[name])]
+        if lost:
+            log.write(record)
+            raise RunError(
+                f"step {step}: {lost[0]} is {record[lost[0]]}; the model is as it was after step {step - 1}, and "
+                f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
+            )
+        record["lr"] = self._learning_rate(step)
+        self.state.commit(self.gradients, record["grad_norm"], record["lr"], computed.expert_counts)
         if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
             record["router"] = self._routing(computed)
         if self.device.type == "cuda":
@@ -163,26 +143,17 @@ class Trainer:
         record.update(mfu=utilisation(rate, self.flops_per_token, self.peak), memory_bytes=peak_memory(self.device))
         return record
 
-    def _agree(self, computed: Computed, norm: Tensor, step: int) -> tuple[float, float, float, float]:
-        """The step's numbers on the host, in one transfer; nothing has been changed yet if they are not finite."""
-        numbers = torch.stack([computed.loss, computed.balance, computed.z, norm.to(computed.loss.device)]).double()
-        loss, balance, z, size = numbers.tolist()
-        for name, value in (("loss", loss), ("balance loss", balance), ("z loss", z), ("gradient norm", size)):
-            if not is_finite(value):
-                raise RunError(f"step {step}: the {name} is {value}; parameters are as they were after step {step - 1}")
-        return loss, balance, z, size
+    def _agree(self, computed: Computed) -> dict[str, float]:
+        """The step's numbers on the host, in one transfer; nothing has been changed yet."""
+        norm = global_norm(self.gradients)
+        numbers = [computed.loss, computed.balance, computed.z, norm]
+        loss, balance, z, size = torch.stack([number.to(norm) for number in numbers]).tolist()
+        total = loss + balance + z
+        return {"loss": loss, "loss_total": total, "balance_loss": balance, "z_loss": z, "grad_norm": size}
 
-    def _commit(self, computed: Computed, norm: float, lr: float) -> None:
-        """The only place where parameters, moments and selection biases change."""
-        factor = clip_factor(norm, self.spec.train.clip_norm)
-        if factor != 1.0:
-            self.gradients.flat.mul_(factor)
-        self.optimizer.step(self.gradients, lr)
-        self.optimizer.write_compute_copies(self._copies)
-        moe = self.spec.model.moe
-        if self.biases and moe is not None and computed.expert_counts is not None:
-            for name, counts in zip(self.biases, computed.expert_counts, strict=True):
-                self.values[name].copy_(updated_bias(self.values[name], counts, moe.router.bias_update_rate))
+    def _learning_rate(self, step: int) -> float:
+        train = self.spec.train
+        return learning_rate(step, train.steps, train.schedule, train.optimizer.lr)
 
     def _routing(self, computed: Computed) -> dict[str, Any]:
         """Per MoE layer, what its router did in this step."""
@@ -204,16 +175,17 @@ class Trainer:
         every = self.spec.train.validation
         return every is not None and (step % every.every == 0 or step == self.spec.train.steps)
 
-    def _validate(self, log: RunLog, step: int) -> float | None:
+    def _validate_first(self, log: RunLog) -> float | None:
         """Validation before the first step, as a record of its own."""
         if self.spec.train.validation is None:
             return None
-        record = {"step": step, "validation_loss": self._validation_loss()}
+        record = {"step": 0, "validation_loss": self._validation_loss()}
         log.write(record)
         self.progress.show(record)
         return float(record["validation_loss"])
 
     def _validation_loss(self) -> float:
+        """Mean cross entropy per valid target over the held-out sequences."""
         assert self.validation is not None
         batches = [self.validation.step(i) for i in range(len(self.validation))]
         targets = sum(batch.valid_targets for batch in batches)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import facts, identifier, unique_name
 from moegraph.graph.program import Port
 
@@ -29,7 +30,7 @@ def clean_joint(
     for node in old.nodes:
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
-    old.eliminate_dead_code()
+    eliminate_dead_code(old)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     taken: set[str] = set()
@@ -56,6 +57,8 @@ def clean_joint(
             new.meta["val"] = node.meta["val"]
         facts(new).update(name=name, layer=layer, direction=direction, made_by="trace")
         env[node] = new
+    result = next(iter(graph.find_nodes(op="output")))
+    result.meta["val"] = tuple(node.meta["val"] for node in result.args[0])
     graph.lint()
     root = {node.target: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
     module = fx.GraphModule(root, graph, class_name="Joint")

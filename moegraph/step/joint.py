@@ -75,6 +75,7 @@ class Differentiator:
     def __init__(self, layer: fx.GraphModule, mark: Mark | None = None) -> None:
         self.layer = layer
         self.mark = mark or _no_mark
+        self._same = _first_of_equals(layer)
 
     def __call__(self, inputs: dict[Port, Tensor]) -> tuple[list[Tensor], dict[Port, Tensor]]:
         """Block outputs in port order, and gradients by their ports."""
@@ -113,6 +114,7 @@ class Differentiator:
         record = _Evaluated(node, {})
 
         def leaf(argument: fx.Node) -> Any:
+            argument = self._same.get(argument, argument)
             if argument not in needs_grad:
                 return values[argument]
             if argument not in record.leaves:
@@ -128,7 +130,8 @@ class Differentiator:
             if out.requires_grad:
                 needs_grad.add(node)
             return record
-        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        items = {user.args[1] % len(out): user for user in node.users if user.target is operator.getitem}
+        items = {index: self._same.get(user, user) for index, user in items.items()}
         record.results = [(items.get(index), item) for index, item in enumerate(out)]
         values[node] = tuple(item.detach() for item in out)
         needs_grad.update(user for user, item in record.results if user is not None and item.requires_grad)
@@ -145,7 +148,7 @@ class Differentiator:
         pending: dict[fx.Node, list[Tensor]] = defaultdict(list)
         for port, node in zip(ports(self.layer, "outputs"), outputs, strict=True):
             if port.role in DIFFERENTIABLE:
-                pending[node].append(inputs[Port("tangent", port.name)])
+                pending[self._same.get(node, node)].append(inputs[Port("tangent", port.name)])
         for record in reversed(evaluated):
             if not record.leaves:
                 continue
@@ -174,13 +177,31 @@ class Differentiator:
             if node.op == "placeholder":
                 if next(layer_inputs).name == "hidden":
                     gradients[Port("grad_input", "hidden")] = self._total(node, pending, values)
-            elif node.op == "get_attr" and parameters[node.target].trained:
+            elif node.op == "get_attr" and node not in self._same and parameters[node.target].trained:
                 gradients[Port("grad", node.target)] = self._total(node, pending, values)
         return gradients
 
     def _total(self, node: fx.Node, pending: dict[fx.Node, list[Tensor]], values: dict[fx.Node, Any]) -> Tensor:
         with self.mark(node, "backward"):
             return _sum(pending[node]) if pending.get(node) else torch.zeros_like(values[node])
+
+
+def _first_of_equals(layer: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Reads of one parameter, and takings of one result, are one value however many nodes say so: maps each but the
+    first to the first, so that their gradients are added up."""
+    first: dict[Any, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in layer.graph.nodes:
+        if node.op == "get_attr":
+            key: Any = node.target
+        elif node.op == "call_function" and node.target is operator.getitem:
+            source, index = node.args
+            key = (source, index % len(source.meta["val"]))
+        else:
+            continue
+        if first.setdefault(key, node) is not node:
+            same[node] = first[key]
+    return same
 
 
 def _sum(terms: list[Tensor]) -> Tensor:

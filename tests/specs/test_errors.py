@@ -53,7 +53,7 @@ def test_every_problem_of_a_spec_is_shown_at_once(
     with pytest.raises(SpecError) as caught:
         load_spec("many.yaml", ["train.seed=abc", "layout.tp=2"])
     text = str(caught.value) + "\n"
-    if request.config.getoption("--refresh-golden", default=False):
+    if request.config.getoption("--update-golden", default=False):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
 
