@@ -49,10 +49,10 @@ def print_report(report: VerifyReport) -> None:
         [
             row.name,
             row.tier,
-            f"{row.tolerance:g}",
+            _difference(row.tolerance),
             row.rewritten,
-            f"{row.output_difference:.3g}",
-            f"{row.gradient_difference:.3g}",
+            _difference(row.output_difference),
+            _difference(row.gradient_difference),
             "found" if row.planted_found else "not planted" if row.planted_found is None else "MISSED",
             "ok" if row.ok else "FAILED",
             row.note,
@@ -63,6 +63,10 @@ def print_report(report: VerifyReport) -> None:
     print_table(columns, rows)
     if report.reduced:
         print(f"\nmade smaller to run here: {report.reduced}")
+
+
+def _difference(value: float) -> str:
+    return "0.0" if value == 0 else f"{value:.1e}"
 
 
 def breaches(report: VerifyReport) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from moegraph.specs.fields import walk
 from moegraph.specs.suggest import SYNONYMS
 from tests.specs.small import MINIMAL, problem_of, problems_of, write
 
-GOLDEN = Path(__file__).parent / "golden" / "many-errors.txt"
 MANY = """\
 spec_version: 1
 learning_rate: 3e-4
@@ -46,16 +46,13 @@ checkpoint: {every: 100}
 
 
 def test_every_problem_of_a_spec_is_shown_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, MANY, "many.yaml")
     with pytest.raises(SpecError) as caught:
         load_spec("many.yaml", ["train.seed=abc", "layout.tp=2"])
-    text = str(caught.value) + "\n"
-    if request.config.getoption("--update-golden", default=False):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    golden("many-spec-errors.txt", str(caught.value) + "\n")
 
 
 def test_every_problem_has_a_place_a_code_and_a_sentence(tmp_path: Path) -> None:
