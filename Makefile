@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= specs/presets/tiny.yaml
 
-.PHONY: train test test-all lint types install clean
+.PHONY: train compare test test-all lint types install clean
 
 install: $(STAMP)
 
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 train: $(STAMP)
 	$(BIN)/moegraph data prepare --corpus python-stdlib
 	$(BIN)/moegraph train $(SPEC)
+
+# The mixture of experts against the dense model of as many active parameters: six runs, 20 minutes on two cores.
+compare: $(STAMP)
+	$(BIN)/moegraph data prepare --corpus python-stdlib
+	$(BIN)/moegraph compare presets/tiny.yaml presets/tiny-dense.yaml --seeds 0,1,2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,4 +8,13 @@ from moegraph.passes.registry import registry
 
 from moegraph.passes import canonicalize, balance_losses, recompute, split_backward  # isort: skip
 
-__all__ = ["Pass", "PassContext", "PassResult", "balance_losses", "canonicalize", "recompute", "registry", "split_backward"]
+__all__ = [
+    "Pass",
+    "PassContext",
+    "PassResult",
+    "balance_losses",
+    "canonicalize",
+    "recompute",
+    "registry",
+    "split_backward",
+]

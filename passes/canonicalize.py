@@ -4,21 +4,23 @@
     unused = linear(x, w)                ->  (gone, unless it has an effect)
     a = token_mask(d); b = token_mask(d) ->  a
 
-Layer graphs only. Effectful nodes (collectives, mutation) are never removed and never merged.
+Layer graphs only. Effectful nodes (collectives, mutation) are never removed and never merged, random ones never merged.
+Where a rewrite would add up gradients in another order, so that they would be equal only nearly, it is left undone.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
+from torch import Tensor, fx
 
 from moegraph import ops
 from moegraph.graph.edit import Rewriter
-from moegraph.graph.effects import eliminate_dead_code, is_effectful
+from moegraph.graph.effects import eliminate_dead_code, is_effectful, is_random
 from moegraph.graph.names import display_name
-from moegraph.graph.program import Unit
+from moegraph.graph.program import Unit, ports
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
@@ -39,25 +41,55 @@ class Canonicalize(Pass):
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         rewriter = Rewriter(unit.graphs["layer"], self.name)
+        carrying = _carrying_gradients(rewriter.module)
         for node in list(rewriter.graph.nodes):
-            if _is_no_op(node):
+            if _is_no_op(node, carrying):
                 rewriter.replace(node, node.args[0])  # type: ignore[arg-type]
-        _merge_equal(rewriter)
+        _merge_equal(rewriter, carrying)
         rewriter.rewritten += [display_name(node) for node in eliminate_dead_code(rewriter.graph)]
-        module = rewriter.finish()
-        note = "" if rewriter.rewritten else "nothing dead, nothing repeated, no no-ops"
-        return PassResult(unit.with_graphs({"layer": module}), rewriter.rewritten, note)
+        if not rewriter.rewritten:
+            return PassResult(unit, note="nothing dead, nothing repeated, no no-ops")
+        return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
 
 
-def _is_no_op(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ops.scale and node.args[1] == 1.0
+def _carrying_gradients(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value depends on the hidden input or a trained parameter along floating-point values."""
+    parameters, declared = module.meta["parameters"], ports(module, "inputs")
+    hidden = {n for n, p in zip(module.graph.find_nodes(op="placeholder"), declared, strict=True) if p.name == "hidden"}
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            carries = parameters[node.target].trained
+        else:
+            carries = node in hidden or (node.op == "call_function" and any(n in found for n in node.all_input_nodes))
+        if carries and _is_float(node.meta["val"]):
+            found.add(node)
+    return found
 
 
-def _merge_equal(rewriter: Rewriter) -> None:
-    """Nodes with the same operator and arguments become the first of them."""
+def _is_float(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_float, value))
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_no_op(node: fx.Node, carrying: set[fx.Node]) -> bool:
+    """A multiplication by one, unless taking it away would add up gradients in another order."""
+    if node.op != "call_function" or node.target is not ops.scale or node.args[1] != 1.0:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source not in carrying or len(source.users) == 1
+
+
+def _merge_equal(rewriter: Rewriter, carrying: set[fx.Node]) -> None:
+    """Nodes with the same operator and arguments become the first of them. Calls that carry gradients are left alone:
+    two backwards summed are not bitwise one backward of the sum."""
     seen: dict[Any, fx.Node] = {}
     for node in list(rewriter.graph.nodes):
-        if node.op not in ("call_function", "get_attr") or is_effectful(node):
+        if node.op not in ("call_function", "get_attr") or is_effectful(node) or is_random(node):
+            continue
+        if node in carrying and node.op == "call_function" and node.target is not operator.getitem:
             continue
         key = (node.op, node.target, _frozen(node.args), _frozen(node.kwargs))
         first = seen.setdefault(key, node)

@@ -1,9 +1,10 @@
 """What a pass is, and what it is told and answers.
 
 A pass expects a valid graph and leaves a valid graph. It declares the level it works on, what must have run before it
-(`requires`), what it adds (`provides`), what it takes away (`removes`), after what it can no longer run (`conflicts`), and
-its tier: `exact` (the numbers stay bitwise the same on a CPU) or `close` (they stay within a stated bound). These are
-names of properties of the program; tracing provides "joint", and `split-backward` removes it and provides "split".
+(`requires`), what it adds (`provides`), what it takes away (`removes`), after what it can no longer run (`conflicts`),
+and its tier: `exact` (the numbers stay bitwise the same on a CPU) or `close` (they stay within a stated bound).
+Requirements are names of properties of the program; tracing provides "joint", and `split-backward` removes it and
+provides "split".
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class _Pipeline:
         for kind, unit in self.program.units.items():
             if _texts(unit) != self.records[-1].texts[kind]:
                 raise CheckFailed(
-                    f"pass {p.name!r} changed the graph of {kind} that it was given, so that nothing could be compared: "
-                    "edit a copy (moegraph.graph.edit.Rewriter)"
+                    f"pass {p.name!r} changed the graph of {kind} that it was given, so that nothing could be "
+                    "compared: edit a copy (moegraph.graph.edit.Rewriter)"
                 )
             check_rewrite(unit, units[kind], p.name)
         self.record(p.name, p.level, self.program.with_units(units), seconds, p, rewritten, notes)
@@ -133,9 +133,7 @@ class _Pipeline:
             check_unit(unit, name, {n for n, module in unit.graphs.items() if known.get(n) is module}, self._propagator)
         texts = {kind: _texts(unit) for kind, unit in program.units.items()}
         tier = p.tier if p is not None else "exact"
-        self.records.append(
-            PassRecord(name, level, tier, seconds, rewritten or {}, notes or {}, texts, program, p)
-        )
+        self.records.append(PassRecord(name, level, tier, seconds, rewritten or {}, notes or {}, texts, program, p))
 
 
 def _run_pass(p: Pass, unit: Unit, context: PassContext) -> PassResult:

@@ -101,6 +101,8 @@ def _may_repeat(node: fx.Node, keep: frozenset[object]) -> bool:
         return False
     source = node.args[0] if node.args else None
     # A taken-apart result follows the call that made it: computing only the getitem again would save the tuple.
-    return not (isinstance(source, fx.Node) and isinstance(source.meta.get("val"), (tuple, list)) and not _may_repeat(source, keep))
-
-
+    return not (
+        isinstance(source, fx.Node)
+        and isinstance(source.meta.get("val"), (tuple, list))
+        and not _may_repeat(source, keep)
+    )

@@ -15,7 +15,6 @@ from typing import get_args
 from moegraph.errors import UsageError
 from moegraph.passes.contract import Level, Pass, Tier
 
-
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _RESERVED = ("lower", "trace")  # steps of the pipeline that are no passes
 

@@ -88,7 +88,8 @@ def _check_custom(spec: Spec) -> None:
             raise UsageError(f"passes.custom.{name}: no such pass is registered ({known}); {fix}")
         if registry.is_built_in(name) and (options.options or not options.enabled):
             where = f"its settings stand in passes.{name}" if name in _sections(spec) else "it always runs"
-            raise UsageError(f"passes.custom.{name}: {name} comes with moegraph, and {where}; here only `after` may be given")
+            message = f"{name} comes with moegraph, and {where}; here only `after` may be given"
+            raise UsageError(f"passes.custom.{name}: {message}")
 
 
 def _sections(spec: Spec) -> set[str]:

@@ -15,6 +15,8 @@ backward rather than kept.
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,6 +25,7 @@ import torch
 from torch import fx
 
 from moegraph.graph.edit import clone
+from moegraph.graph.effects import is_effectful
 from moegraph.graph.names import display_name, facts, identifier
 from moegraph.graph.program import Port, Unit, ports
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
@@ -68,28 +71,38 @@ def cut(joint: fx.GraphModule) -> dict[str, fx.GraphModule]:
     plain = [(port, node) for port, node in outputs if port.role not in ("grad_input", "grad")]
     grad_input = [(port, node) for port, node in outputs if port.role == "grad_input"]
     grads = [(port, node) for port, node in outputs if port.role == "grad"]
+    # What has an effect runs whether its result is used or not: once, in forward or in the first half of backward.
+    effects = [node for node in joint.graph.nodes if node.op == "call_function" and is_effectful(node)]
+    first = [node for node in effects if facts(node).get("direction") == "forward"]
+    then = [node for node in effects if facts(node).get("direction") != "forward"]
 
-    forward = _closure([node for _, node in plain])
-    forward |= {n for n in _forward_only(joint, inputs) if n in _closure([node for _, node in grad_input + grads])}
-    outside = _closure([node for _, node in grad_input + grads]) - forward
+    forward = _closure([*(node for _, node in plain), *first])
+    wanted = _closure([*(node for _, node in grad_input + grads), *then])
+    forward |= _with_items(_forward_only(joint, inputs) & wanted)
+    outside = wanted - forward
     saved, remade = _saved(joint, forward, outside, given)
     saved_ports = [(Port("saved", display_name(node)), node) for node in saved]
 
-    early = _closure([node for _, node in grad_input]) - forward - remade
+    early = _with_items(_closure([*(node for _, node in grad_input), *then])) - forward - remade
     late = outside - early
     live = [n for n in joint.graph.nodes if n in early and _is_computed(n) and any(u in late for u in n.users)]
-    live += [node for _, node in grads if node in early and node not in live]
+    live += [node for node in dict.fromkeys(n for _, n in grads) if node in early and node not in live]
     live_ports = [(Port("live", display_name(node)), node) for node in live]
 
-    def extract(name: str, results: Sequence[tuple[Port, fx.Node]], extra: Sequence[tuple[Port, fx.Node]]) -> fx.GraphModule:
-        return _extract(joint, name, inputs, results, extra)
+    def extract(
+        name: str,
+        results: Sequence[tuple[Port, fx.Node]],
+        handed: Sequence[tuple[Port, fx.Node]] = (),
+        effects: Sequence[fx.Node] = (),
+    ) -> fx.GraphModule:
+        return _extract(joint, name, inputs, results, handed, effects)
 
     return {
-        "forward": extract("forward", [*plain, *saved_ports], []),
-        "backward_input": extract("backward_input", [*grad_input, *live_ports], saved_ports),
+        "forward": extract("forward", [*plain, *saved_ports], effects=first),
+        "backward_input": extract("backward_input", [*grad_input, *live_ports], saved_ports, then),
         "backward_weight": extract("backward_weight", grads, [*saved_ports, *live_ports]),
-        "backward": extract("backward", [*grad_input, *grads], saved_ports),
-        "evaluate": extract("evaluate", plain, []),
+        "backward": extract("backward", [*grad_input, *grads], saved_ports, then),
+        "evaluate": extract("evaluate", plain, effects=first),
     }
 
 
@@ -112,6 +125,13 @@ def _closure(roots: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found
+
+
+def _with_items(nodes: set[fx.Node]) -> set[fx.Node]:
+    """These nodes and, where one makes a tuple, whatever is taken out of it: a tuple is never handed from graph to
+    graph."""
+    tuples = [node for node in nodes if isinstance(node.meta.get("val"), (tuple, list))]
+    return nodes.union(user for node in tuples for user in node.users if user.target is operator.getitem)
 
 
 def _forward_only(joint: fx.GraphModule, inputs: dict[fx.Node, Port]) -> set[fx.Node]:
@@ -160,11 +180,13 @@ def _extract(
     inputs: dict[fx.Node, Port],
     results: Sequence[tuple[Port, fx.Node]],
     handed: Sequence[tuple[Port, fx.Node]],
+    effects: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """The part of the joint graph that computes `results`, with `handed` values as inputs instead of being computed."""
+    """The part of the joint graph that computes `results` and `effects`; `handed` values are inputs of it instead of
+    being computed."""
     stop = {node: port for port, node in handed}
     needed: set[fx.Node] = set()
-    stack = [node for _, node in results]
+    stack = [*(node for _, node in results), *effects]
     while stack:
         node = stack.pop()
         if node in needed:
@@ -191,7 +213,7 @@ def _extract(
                 fx.map_arg(node.kwargs, lambda n: env[n]),
                 name=node.name,
             )
-            new.meta = {**node.meta, "custom": dict(facts(node))}
+            new.meta = {**node.meta, "custom": copy.deepcopy(facts(node))}
             env[node] = new
     result = graph.output(tuple(env[node] for _, node in results))
     result.meta["val"] = tuple(node.meta["val"] for _, node in results)

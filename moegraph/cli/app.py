@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moegraph.cli import compile_, data, doctor, init, inspect_, schema, train, verify
+from moegraph.cli import compare, compile_, data, doctor, init, inspect_, schema, train, verify
 
 app = typer.Typer(
     name="moegraph",
@@ -41,6 +41,7 @@ def moegraph(
 
 app.command("compile")(compile_.compile_command)
 app.command("train")(train.train_command)
+app.command("compare")(compare.compare_command)
 app.command("inspect")(inspect_.inspect_command)
 app.command("verify")(verify.verify_command)
 app.add_typer(data.app, name="data")

@@ -18,8 +18,8 @@ from moegraph.graph.names import display_name
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
 _IN_PLACE = frozenset(
     {
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
-        operator.iand, operator.ior, operator.ixor, operator.setitem, operator.delitem,
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+        operator.ipow, operator.iand, operator.ior, operator.ixor, operator.setitem, operator.delitem,
     }
 )  # fmt: skip
 _registered: set[str] = set()

@@ -69,7 +69,9 @@ class Propagator:
                 f"after {made_by}: node {display_name(node)} = {target_name(node)}(…) cannot be evaluated: {error}"
             ) from error
         if versions != [tensor._version for tensor in tensors] and not is_mutating(node):
-            raise CheckFailed(f"after {made_by}: node {display_name(node)} = {target_name(node)} writes to its argument")
+            raise CheckFailed(
+                f"after {made_by}: node {display_name(node)} = {target_name(node)} writes to its argument"
+            )
         self._known[key] = found
         return found
 

@@ -20,7 +20,7 @@ def lower_attention(
         heads[name] = _project(lowering, name, x, count)
     if attention.rope is not None:
         rope = attention.rope
-        rotary_dim = int(head_dim * rope.fraction)
+        rotary_dim = round(head_dim * rope.fraction)
         for name in ("q", "k"):
             heads[name] = call(
                 f"attention.{name}_rope",
@@ -61,7 +61,5 @@ def _project(lowering: Lowering, name: str, x: fx.Node, num_heads: int) -> fx.No
     normed = model.attention.qk_norm if name != "v" else "none"
     if normed == "full":
         flat = lowering.norm(f"attention.{name}_norm", flat, width)
-    split = call(
-        f"attention.{name}_heads", ops.split_heads, flat, lowering.sequences, lowering.seq_len, num_heads
-    )
+    split = call(f"attention.{name}_heads", ops.split_heads, flat, lowering.sequences, lowering.seq_len, num_heads)
     return lowering.norm(f"attention.{name}_norm", split, model.head_dim) if normed == "per_head" else split

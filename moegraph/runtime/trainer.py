@@ -61,8 +61,8 @@ def train(spec: Spec, *, base: Path, progress: Progress | None = None, compiled:
     """Trains `spec` in this process and returns how it ended.
 
     `base` is the folder that `data.source` is relative to; `train.output_dir` is relative to the current folder.
-    `compiled` saves compiling again what the caller has. Raises `UsageError` for a layout of several ranks, `DataError`,
-    and `RunError` when a loss or gradient is not finite (parameters are then as before that step).
+    `compiled` saves compiling again what the caller has. Raises `UsageError` for a layout of several ranks,
+    `DataError`, and `RunError` when a loss or gradient is not finite (parameters are then as before that step).
     """
     if spec.layout.world > 1:
         raise UsageError(

@@ -1,7 +1,7 @@
 """How auxiliary outputs of blocks become part of the loss, and which tangents that gives them.
 
-    scalar output v of a layer:     coefficient · layers' factor · share · v      tangent: the factor before v
-    vector `probability_sum` p[E]:  coefficient · factor · E · Σ_e f_e · p_e / N  tangent: coefficient · factor · E · f / N
+    scalar output v of a layer: coefficient · layers' factor · share · v           tangent: the factor before v
+    vector `probability_sum` p: coefficient · factor · E · Σ_e f_e · p_e / N   tangent: coefficient · factor · E · f/N
 
 `share` is this micro-batch's part of the step's unmasked tokens, so micro-batches and ranks just add up; N counts the
 unmasked tokens the mean is over. f comes from the expert counts and has no gradient (arXiv 2101.03961).

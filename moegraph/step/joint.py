@@ -85,9 +85,7 @@ class Differentiator:
         gradients = self._backward(inputs, nodes, evaluated, needs_grad, values)
         return [values[node] for node in nodes], gradients
 
-    def _forward(
-        self, inputs: dict[Port, Tensor]
-    ) -> tuple[dict[fx.Node, Any], list[_Evaluated], set[fx.Node]]:
+    def _forward(self, inputs: dict[Port, Tensor]) -> tuple[dict[fx.Node, Any], list[_Evaluated], set[fx.Node]]:
         values: dict[fx.Node, Any] = {}
         needs_grad: set[fx.Node] = set()
         evaluated: list[_Evaluated] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from moegraph.verify.run import Execution
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative difference ‖a - b‖∞ / ‖b‖∞ of outputs and of gradients, and the first node whose value differs."""
+    """Largest relative difference ‖a - b‖∞ / ‖b‖∞ of outputs and of gradients; the first node whose value differs, or,
+    when the nodes of both sides have no names in common, the first output or gradient."""
 
     outputs: float
     gradients: float
@@ -27,8 +29,12 @@ class Difference:
         return self.outputs <= tolerance and self.gradients <= tolerance and not self.missing
 
 
+_TINY = sys.float_info.min
+
+
 def relative_difference(a: Tensor, b: Tensor) -> float:
-    """0.0 for bitwise equality (NaNs in the same places included), infinity where shapes, dtypes or NaNs differ."""
+    """‖a - b‖∞ / ‖b‖∞ over the finite values: 0.0 if and only if all are equal, NaNs and infinities in the same places
+    included; infinity where shapes, dtypes, NaNs or infinities differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if torch.equal(a, b):
@@ -36,11 +42,14 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     if not a.is_floating_point():
         return float("inf")
     a, b = a.double(), b.double()
-    if not torch.equal(a.isnan(), b.isnan()):
+    nan, infinite, finite = b.isnan(), b.isinf(), b.isfinite()
+    if not (torch.equal(a.isnan(), nan) and torch.equal(a.isinf(), infinite) and torch.equal(a[infinite], b[infinite])):
         return float("inf")
-    a, b = a.nan_to_num(), b.nan_to_num()
-    scale = max(float(b.abs().max()), 1e-300)
-    return float((a - b).abs().max()) / scale
+    a, b = a[finite], b[finite]
+    if torch.equal(a, b):
+        return 0.0
+    largest = float(b.abs().max())
+    return max(float((a - b).abs().max()) / max(largest, _TINY), _TINY)
 
 
 def compare(before: Execution, after: Execution, tolerance: float) -> Difference:
@@ -48,7 +57,8 @@ def compare(before: Execution, after: Execution, tolerance: float) -> Difference
     by_name = {_key(port): value for port, value in after.results.items()}
     again = {_key(port): value for port, value in after.again.items()}
     worst = {"outputs": 0.0, "gradients": 0.0}
-    missing = []
+    missing: list[str] = []
+    first_port: str | None = None
     for port, value in before.results.items():
         key = _key(port)
         if key not in by_name or (again and key not in again):
@@ -56,8 +66,11 @@ def compare(before: Execution, after: Execution, tolerance: float) -> Difference
             continue
         side = "gradients" if port.role in ("grad", "grad_input") else "outputs"
         for found in (by_name[key], again.get(key, by_name[key])):
-            worst[side] = max(worst[side], relative_difference(found, value))
-    first = _first_difference(before.values, after.values, tolerance) if max(worst.values()) > tolerance else None
+            difference = relative_difference(found, value)
+            worst[side] = max(worst[side], difference)
+            if difference > tolerance:
+                first_port = first_port or f"{port.role} {port.name}"
+    first = first_port and (_first_difference(before.values, after.values, tolerance) or first_port)
     return Difference(worst["outputs"], worst["gradients"], first, tuple(missing))
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from moegraph.graph.program import Program, Unit
+from moegraph.graph.program import Unit
 from moegraph.lowering import lower
 from moegraph.passes.pipeline import PassRecord, run_pipeline
 from moegraph.specs.schema import Spec
@@ -21,7 +22,7 @@ from moegraph.verify.plant import plant_fault
 from moegraph.verify.reduce import reduce_spec
 from moegraph.verify.references import auxiliary_error
 from moegraph.verify.run import Execution, deterministic_threads, execute
-from moegraph.verify.structure import VERIFIERS, collective_order, lost_effects
+from moegraph.verify.structure import VERIFIERS
 
 REFERENCE_TOLERANCE = 1e-5  # fp32 scalar against float64
 
@@ -80,13 +81,14 @@ def verify_records(
     report = progress or (lambda name: None)
     verdicts = []
     with deterministic_threads():
-        for before, after in zip(records, records[1:], strict=False):
+        for before, after in pairwise(records):
             report(after.name)
-            verdicts.append(_verdict(before.program, after, seed, plant))
+            verdicts.append(_verdict(before, after, seed, plant))
     return verdicts
 
 
-def _verdict(before: Program, record: PassRecord, seed: int, plant: bool) -> PassVerdict:
+def _verdict(previous: PassRecord, record: PassRecord, seed: int, plant: bool) -> PassVerdict:
+    before = previous.program
     tolerance = record.made_by.tolerance if record.made_by is not None else 0.0
     worst, first, problems, seen = [0.0, 0.0], None, list[str](), list[bool]()
     for kind, unit in before.units.items():
@@ -98,18 +100,15 @@ def _verdict(before: Program, record: PassRecord, seed: int, plant: bool) -> Pas
         worst = [max(worst[0], difference.outputs), max(worst[1], difference.gradients)]
         if not difference.within(tolerance):
             first = first or f"{kind}: {difference.first_node or ', '.join(difference.missing) or 'an output'}"
-        problems += _effects(unit, new)
         problems += _references(record, new, found)
         rewritten = record.rewritten.get(kind, ())
         if plant and (rewritten or record.made_by is None):
             seen += _planted(record, new, expected, inputs, tolerance, rewritten)
-    problems += _silent(record)
+    problems += _silent(previous, record)
     planted = all(seen) if seen else None
     ok = first is None and not problems and planted is not False
     note = "; ".join(problems) or _note(record)
-    return PassVerdict(
-        record.name, record.tier, tolerance, record.count, worst[0], worst[1], ok, note, first, planted
-    )
+    return PassVerdict(record.name, record.tier, tolerance, record.count, worst[0], worst[1], ok, note, first, planted)
 
 
 def _planted(
@@ -124,17 +123,6 @@ def _planted(
     return [not difference.within(tolerance) or bool(_references(record, wrong, found))]
 
 
-def _effects(before: Unit, after: Unit) -> list[str]:
-    if set(before.graphs) != set(after.graphs):
-        return []
-    problems = []
-    for name, module in before.graphs.items():
-        problems += [f"{before.kind}: {lost} has an effect and was removed" for lost in lost_effects(module, after.graphs[name])]
-        if collective_order(module) and not collective_order(after.graphs[name]):
-            problems.append(f"{before.kind}/{name}: all collectives are gone")
-    return problems
-
-
 def _references(record: PassRecord, unit: Unit, execution: Execution) -> list[str]:
     moe = record.program.spec.model.moe
     if record.level != "layer" or moe is None:
@@ -145,15 +133,19 @@ def _references(record: PassRecord, unit: Unit, execution: Execution) -> list[st
     return [f"{unit.kind}: an auxiliary loss differs from its float64 reference by {error:.1e}"]
 
 
-def _silent(record: PassRecord) -> list[str]:
-    """An enabled pass that rewrote nothing must say why, for every kind."""
-    if record.made_by is None or record.count:
+def _silent(before: PassRecord, record: PassRecord) -> list[str]:
+    """What a pass did and what it says it did must agree, and one that rewrote nothing must say why, for every kind."""
+    if record.made_by is None:
         return []
-    return [
-        f"{record.name} rewrote nothing in {kind} and does not say why"
-        for kind in record.program.units
-        if not record.notes.get(kind)
-    ]
+    problems = []
+    for kind, texts in record.texts.items():
+        claimed, changed = bool(record.rewritten.get(kind)), texts != before.texts[kind]
+        if claimed != changed:
+            how = "changed, but no rewritten node is named" if changed else "as it was, but rewritten nodes are named"
+            problems.append(f"{record.name}: {kind} is {how}")
+        elif not record.count and not record.notes.get(kind):
+            problems.append(f"{record.name} rewrote nothing in {kind} and does not say why")
+    return problems
 
 
 def _note(record: PassRecord) -> str:

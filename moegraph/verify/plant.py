@@ -15,12 +15,13 @@ from moegraph.graph.program import Unit, ports
 _FACTOR = 1.0625
 
 
-def plant_fault(unit: Unit, rewritten: Sequence[str]) -> tuple[Unit, str] | None:
+def plant_fault(unit: Unit, rewritten: Sequence[str], graph: str | None = None) -> tuple[Unit, str] | None:
     """The unit with one float value scaled by 1.0625, and that node's name; None when no node qualifies.
 
-    The value is one that the pass touched where there is one, else the last that reaches a compared output.
+    The value is one that the pass touched where there is one, else the last that reaches a compared output; it is in
+    the named graph, by default the one that holds gradients.
     """
-    name = next(n for n in ("backward", "joint", "layer") if n in unit.graphs)
+    name = graph or next(n for n in ("backward", "joint", "layer") if n in unit.graphs)
     module = unit.graphs[name]
     target = _choose(module, set(rewritten))
     if target is None:

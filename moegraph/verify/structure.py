@@ -32,11 +32,24 @@ _HOST_SYNC = frozenset(
 )  # fmt: skip
 _KNOWN_COMMUNICATION = frozenset(
     {
-        "all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "broadcast",
+        "all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor",
+        "broadcast",
     }
 )  # fmt: skip
-_PLAIN = (type(None), bool, int, float, complex, str, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_DEVICE = re.compile(r"(cuda|xpu|mps|hip|hpu|mtia|xla|npu)(:\d+)?")
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_DEVICE = re.compile(r"(cuda|xpu|mps|hip|hpu|mtia|xla|npu|meta)(:\d+)?")
 
 
 def no_host_sync(module: fx.GraphModule) -> Iterator[str]:
@@ -84,13 +97,11 @@ def known_communication(module: fx.GraphModule) -> Iterator[str]:
 
 
 def no_baked_device_or_rank(module: fx.GraphModule) -> Iterator[str]:
-    """Nothing but plain values is written into a graph, so that it is the same on every rank: no CUDA device, no process
-    group object, no constant tensor, no object that prints its address."""
+    """Nothing but plain values is written into a graph, so that it is the same on every rank: no device but the CPU, no
+    process group object, no constant tensor, no object that prints its address."""
     for node in module.graph.nodes:
         for argument in _leaves((node.args, node.kwargs)):
-            if isinstance(argument, torch.device) and argument.type != "cpu":
-                yield f"{display_name(node)} is tied to device {argument}"
-            elif isinstance(argument, str) and _DEVICE.fullmatch(argument):
+            if isinstance(argument, (torch.device, str)) and _DEVICE.fullmatch(str(argument)):
                 yield f"{display_name(node)} is tied to device {argument}"
             elif not isinstance(argument, (fx.Node, *_PLAIN)):
                 yield f"{display_name(node)} has a {type(argument).__name__} written into its arguments"
@@ -125,7 +136,7 @@ def named_origin(module: fx.GraphModule) -> Iterator[str]:
             yield f"{display_name(node)} does not say which layer node it comes from"
 
 
-def parameters_reach_loss(module: fx.GraphModule) -> Iterator[str]:
+def parameters_reach_outputs(module: fx.GraphModule) -> Iterator[str]:
     """Every trained parameter of a layer graph reaches one of its differentiable outputs along values that can carry a
     gradient; in a step graph, every gradient depends on a tangent."""
     parameters = module.meta.get("parameters")
@@ -167,7 +178,7 @@ VERIFIERS: dict[str, Verifier] = {
     "no baked device or rank": no_baked_device_or_rank,
     "declared inputs and outputs": declared_ports,
     "named origin": named_origin,
-    "parameters reach the loss": parameters_reach_loss,
+    "parameters reach the loss": parameters_reach_outputs,
 }
 
 
@@ -176,9 +187,7 @@ def check_graph(module: fx.GraphModule) -> list[str]:
     return [f"{name}: {sentence}" for name, verifier in VERIFIERS.items() for sentence in verifier(module)]
 
 
-def check_unit(
-    unit: Unit, made_by: str, unchanged: Collection[str] = (), propagator: Propagator | None = None
-) -> None:
+def check_unit(unit: Unit, made_by: str, unchanged: Collection[str] = (), propagator: Propagator | None = None) -> None:
     """Lints, verifies and propagates every graph of a unit but the `unchanged` ones; raises `CheckFailed` naming the
     pass, the kind and the nodes."""
     propagator = propagator or Propagator()
@@ -214,7 +223,9 @@ def check_rewrite(before: Unit, after: Unit, made_by: str) -> None:
     blocks and the runtime read is there with the dtype and shape it had. Raises `CheckFailed`."""
     if after.kind != before.kind or not after.graphs:
         raise CheckFailed(f"after {made_by}: {before.kind} came back as {after.kind} with {len(after.graphs)} graphs")
-    problems = [f"{name} has an effect and was removed" for name in _lost_effects(before.graphs.values(), after.graphs.values())]
+    problems = [
+        f"{name} has an effect and was removed" for name in _lost_effects(before.graphs.values(), after.graphs.values())
+    ]
     for name in before.graphs.keys() & after.graphs.keys():
         was, now = _output_types(before.graphs[name]), _output_types(after.graphs[name])
         for port, text in was.items():

@@ -19,7 +19,7 @@ def test_every_pass_is_a_row_and_the_differences_are_zero(small: Path, moegraph:
     done = moegraph("verify")
     assert done.status == 0, done.err
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line}
-    assert rows["balance-losses"][1:7] == ["exact", "0", "2", "0", "0", "found"]
+    assert rows["balance-losses"][1:7] == ["exact", "0.0", "2", "0.0", "0.0", "found"]
     assert rows["split-backward"][-1] == "ok"
 
 

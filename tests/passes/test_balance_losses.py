@@ -88,13 +88,13 @@ def test_a9_padding_changes_neither_the_losses_nor_the_counts(over: str) -> None
     changed.tokens[batch.document_ids < 0] = 7  # other padding, the same real tokens
     first, first_gradients = compute_step(spec, batch)
     second, second_gradients = compute_step(spec, changed)
-    assert torch.equal(first.balance, second.balance)
-    assert torch.equal(first.z, second.z)
+    # Other padding moves rows within the grouped products, so sums are rounded differently, no more.
+    assert relative_error(first.balance, second.balance) < 1e-12
+    assert relative_error(first.z, second.z) < 1e-12
     assert first.expert_counts is not None
     assert second.expert_counts is not None
     assert torch.equal(first.expert_counts, second.expert_counts)
     assert int(first.expert_counts.sum()) == 3 * 2 * int((batch.document_ids >= 0).sum())
-    # Other padding moves rows within the grouped products, so sums are rounded differently, no more.
     name = "layers.1.moe.router.weight"
     assert relative_error(first_gradients[name], second_gradients[name]) < 1e-12
 
