@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -74,3 +78,22 @@ def flash_attention_backward(
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
+
+
+@contextmanager
+def inductor_headers_in(folder: Path) -> Iterator[None]:
+    """Within, Inductor keeps the C++ headers that it compiles once for all kernels in `folder`.
+
+    They are code that goes into every kernel, and no setting says where: torch puts them under a name that anyone can
+    guess in the folder for temporary files, where another user may have been first.
+    """
+    from torch._inductor import codecache
+
+    before = codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(folder), str(folder / "locks")
+    codecache._precompile_header.cache_clear()
+    try:
+        yield
+    finally:
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
+        codecache._precompile_header.cache_clear()

@@ -14,8 +14,9 @@ then the output is the block's `probability_sum` [E], and its tangent the gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import fx
 
@@ -80,7 +81,7 @@ class BalanceLosses(Pass):
             return
         ids = rewriter.results(route)[1]
         options = {"score": score, "top_k": route.kwargs["top_k"], "f_norm": self.f_norm}
-        target = ops.balance_micro_batch
+        target: Callable[..., Any] = ops.balance_micro_batch
         if self.over == "sequence":
             target, options["sequences"] = ops.balance_sequence, spec.sequences_per_microbatch
         arguments = (route.args[0], ids, _mask(rewriter))
@@ -99,6 +100,8 @@ def definition(spec: Spec) -> str:
     moe = spec.model.moe
     if moe is None or (moe.balance.coef == 0 and moe.balance.z_coef == 0):
         return "no balance loss"
+    if not spec.passes.balance_losses.enabled:
+        return "no balance loss, passes.balance-losses is off"
     balance, parts = moe.balance, []
     if balance.coef > 0:
         over = {"micro_batch": "each micro-batch", "sequence": "each sequence", "global_batch": "the global batch"}

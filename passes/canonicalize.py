@@ -44,7 +44,7 @@ class Canonicalize(Pass):
         carrying = _carrying_gradients(rewriter.module)
         for node in list(rewriter.graph.nodes):
             if _is_no_op(node, carrying):
-                rewriter.replace(node, node.args[0])  # type: ignore[arg-type]
+                rewriter.replace(node, node.args[0])
         _merge_equal(rewriter, carrying)
         rewriter.rewritten += [display_name(node) for node in eliminate_dead_code(rewriter.graph)]
         if not rewriter.rewritten:

@@ -27,7 +27,7 @@ from torch import fx
 from moegraph.graph.edit import clone
 from moegraph.graph.effects import is_effectful
 from moegraph.graph.names import display_name, facts, identifier
-from moegraph.graph.program import Port, Unit, ports
+from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
@@ -66,7 +66,7 @@ def cut(joint: fx.GraphModule) -> dict[str, fx.GraphModule]:
     """The five step graphs of a joint graph."""
     joint = clone(joint)
     inputs = dict(zip(joint.graph.find_nodes(op="placeholder"), ports(joint, "inputs"), strict=True))
-    outputs = list(zip(ports(joint, "outputs"), _results(joint), strict=True))
+    outputs = list(zip(ports(joint, "outputs"), results(joint), strict=True))
     given = {node for node, port in inputs.items() if port.role != "tangent"}
     plain = [(port, node) for port, node in outputs if port.role not in ("grad_input", "grad")]
     grad_input = [(port, node) for port, node in outputs if port.role == "grad_input"]
@@ -104,10 +104,6 @@ def cut(joint: fx.GraphModule) -> dict[str, fx.GraphModule]:
         "backward": extract("backward", [*grad_input, *grads], saved_ports, then),
         "evaluate": extract("evaluate", plain, effects=first),
     }
-
-
-def _results(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
 
 
 def _is_computed(node: fx.Node) -> bool:

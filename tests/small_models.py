@@ -69,11 +69,22 @@ def start_values(program: Program, seed: int = 0, spread: float = 4.0) -> dict[s
     return {n: v.to(program.parameters[n].dtype) for n, v in scaled.items()}
 
 
+_compiled: dict[str, Compiled] = {}
+
+
+def compile_once(spec: Spec) -> Compiled:
+    """The compiled spec, with the passes that come with moegraph; the same spec is compiled once per test run."""
+    key = spec.model_dump_json(by_alias=True)
+    if key not in _compiled:
+        _compiled[key] = compile(spec)
+    return _compiled[key]
+
+
 def compute_step(
     spec: Spec, batch: StepBatch, values: Mapping[str, Tensor] | None = None, compiled: Compiled | None = None
 ) -> tuple[Computed, GradientBuffers]:
     """One step's compute phase: what it reports, and the gradients."""
-    compiled = compiled or compile(spec)
+    compiled = compiled or compile_once(spec)
     values = start_values(compiled.program) if values is None else values
     executor = Executor(compiled.program, values, CPU, spec.train.compile)
     dtype = torch.float64 if spec.precision.compute == "fp64" else torch.float32

@@ -1,5 +1,5 @@
 """The graph as data: programs of blocks, canonical text, diffs and hashes."""
 
-from moegraph.graph.program import Instance, Parameter, Port, Program, Unit, ports
+from moegraph.graph.program import Instance, Parameter, Port, Program, Unit, ports, results
 
-__all__ = ["Instance", "Parameter", "Port", "Program", "Unit", "ports"]
+__all__ = ["Instance", "Parameter", "Port", "Program", "Unit", "ports", "results"]

@@ -45,7 +45,8 @@ class GraphBuilder:
     def parameter(self, parameter: Parameter) -> fx.Node:
         """A `get_attr` of a parameter under its local dotted name; asking twice gives the same node."""
         for node in self.graph.find_nodes(op="get_attr", target=parameter.name):
-            return node
+            found: fx.Node = node
+            return found
         self.parameters[parameter.name] = parameter
         owner = self.root
         *path, leaf = parameter.name.split(".")

@@ -91,7 +91,8 @@ class Rewriter:
 
     def output_node(self) -> fx.Node:
         """The graph's output."""
-        return next(iter(self.graph.find_nodes(op="output")))
+        found: fx.Node = next(iter(self.graph.find_nodes(op="output")))
+        return found
 
     def set_output(self, role: Role, name: str, node: fx.Node) -> None:
         """Adds an output port, or gives the port of that name this role and value."""

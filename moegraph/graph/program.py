@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -46,6 +46,13 @@ class Port(NamedTuple):
 def ports(module: fx.GraphModule, side: Literal["inputs", "outputs"]) -> tuple[Port, ...]:
     """The ports of a graph, in positional order."""
     return tuple(Port(*port) for port in module.meta[side])
+
+
+def results(module: fx.GraphModule) -> tuple[fx.Node, ...]:
+    """The nodes a graph returns, in the order of its output ports."""
+    (output,) = module.graph.find_nodes(op="output")
+    nodes: Any = output.args[0]
+    return tuple(nodes)
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,20 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 
 import torch
 
+from moegraph._torch_compat import inductor_headers_in
 from moegraph.errors import RunError
 from moegraph.runtime.cache_contents import keep_contents, remove_unknown, users_of
 from moegraph.runtime.manifest import versions
 
-_INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the one way torch offers to choose the folder
-_TRITON_FOLDER = "TRITON_CACHE_DIR"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # the one way torch offers to choose the folder
+_TRITON = "TRITON_CACHE_DIR"
+_HEADERS = "headers"
 _PACKAGES = ("moegraph", "moegraph.passes", "moegraph.kernels", "moegraph.specs")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -34,53 +36,79 @@ def cache_folder(device_name: str) -> Path:
     Raises `RunError` if it cannot be made, if it or the folder above is a link or another user's, or if others could
     have written into it.
     """
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    root = base / "moegraph" / "compiled"
-    folder = root / _key(device_name)
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        for part in (root, folder):
-            part.mkdir(mode=0o700, exist_ok=True)
-            _make_private(part)
-    except OSError as error:
-        raise RunError(
-            f"the compile cache {folder} cannot be made: {error.strerror or error}; make {base} writable, "
-            "or set XDG_CACHE_HOME to a folder of yours"
-        ) from error
-    return folder
+    return _private_folder(_key(device_name))
 
 
 @contextmanager
-def compile_cache(device_name: str) -> Iterator[Callable[[], None]]:
-    """Compilers started inside keep their artifacts in `cache_folder(device_name)`.
+def compile_cache(device_name: str, *, inductor: bool = True) -> Iterator[Callable[[], None]]:
+    """Compilers started inside keep their artifacts in `cache_folder(device_name)`, and with `inductor` the C++ headers
+    that all kernels share in a folder beside it: they depend on torch and the C++ compiler, and their name says so.
 
     Yields a function to call when everything has been compiled; what is there then is what a later run may use. It is
     called at a normal end too. What a run leaves that was stopped before that is compiled again.
     """
     folder = cache_folder(device_name)
+    with ExitStack() as stack:
+        keeps = [stack.enter_context(_trusted(folder))]
+        stack.enter_context(_environment({_INDUCTOR: str(folder / "inductor"), _TRITON: str(folder / "triton")}))
+        if inductor:
+            headers = _private_folder(_HEADERS)
+            keeps.append(stack.enter_context(_trusted(headers)))
+            stack.enter_context(inductor_headers_in(headers))
+
+        def keep() -> None:
+            for each in keeps:
+                each()
+
+        yield keep
+        keep()
+
+
+@contextmanager
+def _trusted(folder: Path) -> Iterator[Callable[[], None]]:
+    """Removes what no run left in `folder` so. Yields a function that lists what is there as what a run left."""
     with users_of(folder) as alone:
         with alone() as mine:
             if mine:
                 remove_unknown(folder)
-        before = {name: os.environ.get(name) for name in (_INDUCTOR_FOLDER, _TRITON_FOLDER)}
-        os.environ[_INDUCTOR_FOLDER] = str(folder / "inductor")
-        os.environ[_TRITON_FOLDER] = str(folder / "triton")
 
         def keep() -> None:
             with alone() as mine:
                 if mine:
                     keep_contents(folder)
 
-        try:
-            yield keep
-            keep()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        yield keep
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _private_folder(name: str) -> Path:
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    root = base / "moegraph" / "compiled"
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for part in (root, root / name):
+            part.mkdir(mode=0o700, exist_ok=True)
+            _make_private(part)
+    except OSError as error:
+        raise RunError(
+            f"the compile cache {root / name} cannot be made: {error.strerror or error}; make {base} writable, or set "
+            "XDG_CACHE_HOME to a folder of yours"
+        ) from error
+    return root / name
 
 
 def _make_private(folder: Path) -> None:

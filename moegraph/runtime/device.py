@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -48,15 +49,16 @@ def run_settings(deterministic: bool) -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(_CUBLAS_WORKSPACE)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # its attribute is made when it is asked for
+    fill = memory.fill_uninitialized_memory
     if deterministic:
         os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop(_CUBLAS_WORKSPACE, None)

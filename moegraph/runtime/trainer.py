@@ -71,7 +71,8 @@ def train(spec: Spec, *, base: Path, progress: Progress | None = None, compiled:
             "trains here"
         )
     device = choose_device(spec.train.device)
-    with run_settings(spec.train.deterministic), compile_cache(device_name(device)) as keep_compiled:
+    cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor")
+    with run_settings(spec.train.deterministic), cache as keep_compiled:
         shown = progress or Progress(spec.train.steps, spec.train.log_every)
         with shown:
             return Trainer(spec, base, device, shown, compiled).run(keep_compiled)
@@ -123,7 +124,7 @@ class Trainer:
         began = time.perf_counter()
         batch = self.loader.step(step - 1)
         computed = self.computer.compute(batch)
-        record = {"step": step, **self._agree(computed), "valid_targets": batch.valid_targets}
+        record: dict[str, Any] = {"step": step, **self._agree(computed), "valid_targets": batch.valid_targets}
         lost = [name for name in ("loss", "balance_loss", "z_loss", "grad_norm") if not is_finite(record[name])]
         if lost:
             log.write(record)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moegraph.specs.schema import Balance, Spec
@@ -60,10 +61,9 @@ class AuxiliaryRule:
         scale = self.balance.coef * self.num_experts * share / tokens
         if self.balance.layers == "pooled":
             layers = len(counts)
-            frequency = sum(c.to(sums[0].dtype) for c in counts) / (choices * layers)
+            frequency = torch.stack([c.to(sums[0].dtype) for c in counts]).sum(0) / (choices * layers)
             tangent = frequency * (scale / layers)
-            total = sum((tangent * p).sum() for p in sums)
-            return total, [tangent for _ in sums]  # type: ignore[return-value]
+            return torch.stack([tangent * p for p in sums]).sum(), [tangent for _ in sums]
         factor = 1.0 if self.balance.layers == "sum" else 1.0 / self.moe_layers
         tangents = [c.to(p.dtype) / choices * (scale * factor) for c, p in zip(counts, sums, strict=True)]
-        return sum((t * p).sum() for t, p in zip(tangents, sums, strict=True)), tangents  # type: ignore[return-value]
+        return torch.stack([t * p for t, p in zip(tangents, sums, strict=True)]).sum(), tangents

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moegraph._torch_compat import traced_graph
 from moegraph.graph.names import display_name
-from moegraph.graph.program import Port, ports
+from moegraph.graph.program import Port, ports, results
 from moegraph.step.cleanup import clean_joint
 
 DIFFERENTIABLE = ("hidden", "loss", "auxiliary")
@@ -80,8 +80,7 @@ class Differentiator:
     def __call__(self, inputs: dict[Port, Tensor]) -> tuple[list[Tensor], dict[Port, Tensor]]:
         """Block outputs in port order, and gradients by their ports."""
         values, evaluated, needs_grad = self._forward(inputs)
-        result = next(iter(self.layer.graph.find_nodes(op="output")))
-        nodes: Sequence[fx.Node] = result.args[0]  # type: ignore[assignment]
+        nodes = results(self.layer)
         gradients = self._backward(inputs, nodes, evaluated, needs_grad, values)
         return [values[node] for node in nodes], gradients
 
@@ -128,8 +127,8 @@ class Differentiator:
             if out.requires_grad:
                 needs_grad.add(node)
             return record
-        items = {user.args[1] % len(out): user for user in node.users if user.target is operator.getitem}
-        items = {index: self._same.get(user, user) for index, user in items.items()}
+        taken = [self._same.get(user, user) for user in node.users if user.target is operator.getitem]
+        items = {_index(user, len(out)): user for user in taken}
         record.results = [(items.get(index), item) for index, item in enumerate(out)]
         values[node] = tuple(item.detach() for item in out)
         needs_grad.update(user for user, item in record.results if user is not None and item.requires_grad)
@@ -184,6 +183,12 @@ class Differentiator:
             return _sum(pending[node]) if pending.get(node) else torch.zeros_like(values[node])
 
 
+def _index(item: fx.Node, length: int) -> int:
+    """Which of a tuple's results a node takes."""
+    index: Any = item.args[1]
+    return int(index) % length
+
+
 def _first_of_equals(layer: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Reads of one parameter, and takings of one result, are one value however many nodes say so: maps each but the
     first to the first, so that their gradients are added up."""
@@ -193,8 +198,8 @@ def _first_of_equals(layer: fx.GraphModule) -> dict[fx.Node, fx.Node]:
         if node.op == "get_attr":
             key: Any = node.target
         elif node.op == "call_function" and node.target is operator.getitem:
-            source, index = node.args
-            key = (source, index % len(source.meta["val"]))
+            source: Any = node.args[0]
+            key = (source, _index(node, len(source.meta["val"])))
         else:
             continue
         if first.setdefault(key, node) is not node:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from moegraph import ops
 from moegraph.graph.edit import Rewriter
 from moegraph.graph.names import display_name, facts
-from moegraph.graph.program import Unit, ports
+from moegraph.graph.program import Unit, ports, results
 
 _FACTOR = 1.0625
 
@@ -53,8 +53,7 @@ def _is_float(node: fx.Node) -> bool:
 def _reaching(module: fx.GraphModule) -> set[fx.Node]:
     """Nodes that an output depends on."""
     found: set[fx.Node] = set()
-    results: tuple[fx.Node, ...] = next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[assignment]
-    named = zip(ports(module, "outputs"), results, strict=True)
+    named = zip(ports(module, "outputs"), results(module), strict=True)
     stack = [node for port, node in named if port.role != "metric"]
     while stack:
         node = stack.pop()

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from moegraph import ops
 from moegraph.graph.names import display_name
-from moegraph.graph.program import ports
+from moegraph.graph.program import ports, results
 from moegraph.specs.schema import Moe
 
 
@@ -54,9 +54,8 @@ def auxiliary_error(layer: fx.GraphModule, values: dict[str, Any], moe: Moe) -> 
 
     `values` maps node names to what they were when the graph ran.
     """
-    results: tuple[fx.Node, ...] = next(iter(layer.graph.find_nodes(op="output"))).args[0]  # type: ignore[assignment]
     worst: float | None = None
-    for port, node in zip(ports(layer, "outputs"), results, strict=True):
+    for port, node in zip(ports(layer, "outputs"), results(layer), strict=True):
         if port.role != "auxiliary" or port.name == "probability_sum":
             continue
         arguments = [values[display_name(a)] if isinstance(a, fx.Node) else a for a in _sources(node)]

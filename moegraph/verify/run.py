@@ -84,11 +84,11 @@ def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Executio
                 port = next(given)
                 values[node] = inputs[port] if port in inputs else torch.zeros_like(_empty(node))
             elif node.op == "output":
-                nodes: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+                nodes: Any = node.args[0]
                 results = {port: values[n] for port, n in zip(ports(module, "outputs"), nodes, strict=True)}
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                values[node] = node.target(*args, **kwargs)
                 if node.target is not operator.getitem:
                     recorded[display_name(node)] = values[node]
     return Execution(results, recorded)

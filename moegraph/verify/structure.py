@@ -17,7 +17,7 @@ from moegraph.errors import CheckFailed
 from moegraph.graph.effects import is_communication, is_mutating
 from moegraph.graph.effects import lost_effects as _lost_effects
 from moegraph.graph.names import display_name, facts, target_name
-from moegraph.graph.program import Port, Unit, ports
+from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.graph.propagate import Propagator
 from moegraph.graph.text import value_text
 
@@ -116,7 +116,7 @@ def no_baked_device_or_rank(module: fx.GraphModule) -> Iterator[str]:
 def declared_ports(module: fx.GraphModule) -> Iterator[str]:
     """Placeholders and results are as many as the declared inputs and outputs, and each is declared once."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    for side, found in (("inputs", placeholders), ("outputs", _results(module))):
+    for side, found in (("inputs", placeholders), ("outputs", results(module))):
         declared = ports(module, "inputs" if side == "inputs" else "outputs")
         if len(declared) != len(found):
             yield f"the graph declares {len(declared)} {side} but has {len(found)}"
@@ -140,7 +140,7 @@ def parameters_reach_outputs(module: fx.GraphModule) -> Iterator[str]:
     """Every trained parameter of a layer graph reaches one of its differentiable outputs along values that can carry a
     gradient; in a step graph, every gradient depends on a tangent."""
     parameters = module.meta.get("parameters")
-    declared = list(zip(ports(module, "outputs"), _results(module), strict=False))
+    declared = list(zip(ports(module, "outputs"), results(module), strict=False))
     if parameters is None:
         given = zip(module.graph.find_nodes(op="placeholder"), ports(module, "inputs"), strict=False)
         sources = {node for node, port in given if port.role in ("tangent", "live")}
@@ -242,7 +242,7 @@ def _output_types(module: fx.GraphModule) -> dict[tuple[str, str], str]:
     declared = [Port(*port) for port in module.meta.get("outputs", ())]
     return {
         ("metric" if port.role == "auxiliary" else port.role, port.name): value_text(node.meta.get("val"))
-        for port, node in zip(declared, _results(module), strict=False)
+        for port, node in zip(declared, results(module), strict=False)
     }
 
 
@@ -254,10 +254,6 @@ def collective_order(module: fx.GraphModule) -> list[tuple[str, str]]:
 def lost_effects(before: fx.GraphModule, after: fx.GraphModule) -> list[str]:
     """Names of effectful nodes that a pass removed."""
     return _lost_effects([before], [after])
-
-
-def _results(module: fx.GraphModule) -> Sequence[fx.Node]:
-    return next(iter(module.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moegraph.compiled import compile
 from moegraph.passes.balance_losses import definition
 from moegraph.verify.references import balance_reference, z_reference
-from tests.small_models import compute_step, random_batch, relative_error, small_spec, start_values
+from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 
 COEF = "model.moe.balance.coef"
 
@@ -43,7 +42,7 @@ def test_the_gradient_of_a_pooled_loss_is_that_of_the_reported_loss(f_norm: str)
 
 
 def _check_gradient(spec: object) -> None:
-    compiled = compile(spec)  # type: ignore[arg-type]
+    compiled = compile_once(spec)  # type: ignore[arg-type]
     batch = random_batch(spec, padding=3)  # type: ignore[arg-type]
     values = start_values(compiled.program)
     generator = torch.Generator().manual_seed(5)
@@ -129,7 +128,7 @@ def test_off_or_without_coefficients_nothing_is_added_and_the_pass_says_why() ->
         spec = small_spec(override)
         computed, _ = compute_step(spec, random_batch(spec))
         assert float(computed.balance) == float(computed.z) == 0.0
-    notes = compile(small_spec(balance(coef=0.0))).record("balance-losses").notes
+    notes = compile_once(small_spec(balance(coef=0.0))).record("balance-losses").notes
     assert all(notes.values())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed._functional_collectives  # registers the fake kernels of the collectives
@@ -45,9 +43,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effects, "_registered", set())
-    yield
 
 
 def canonical(unit: Unit) -> Unit:

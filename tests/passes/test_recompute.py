@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moegraph.compiled import Compiled, compile
+from moegraph.compiled import Compiled
 from moegraph.graph.program import ports
-from tests.small_models import compute_step, random_batch, small_spec
+from tests.small_models import compile_once, compute_step, random_batch, small_spec
 
 POLICIES = ["none", "selective", "full"]
 
 
 def with_policy(policy: str, *more: str) -> Compiled:
-    return compile(small_spec(f"passes.recompute.policy={policy}", *more))
+    return compile_once(small_spec(f"passes.recompute.policy={policy}", *more))
 
 
 def saved_bytes(compiled: Compiled) -> int:
@@ -65,13 +65,13 @@ def test_a38_exact_ties_train_under_full_recompute() -> None:
     batch = random_batch(spec)
     batch.tokens.fill_(3)  # identical tokens: rows of a document start alike and many logits tie
     computed, gradients = compute_step(spec, batch)
-    plain, expected = compute_step(small_spec(), batch)
+    _, expected = compute_step(small_spec(), batch)
     assert torch.isfinite(computed.loss)
     assert torch.equal(gradients.flat, expected.flat)
 
 
 def test_layers_named_in_the_spec_get_the_policy_and_the_others_do_not() -> None:
-    compiled = compile(small_spec("passes.recompute={policy: full, layers: [1]}"))
+    compiled = compile_once(small_spec("passes.recompute={policy: full, layers: [1]}"))
     kinds = {instance.prefix: instance.kind for instance in compiled.program.instances}
     assert kinds["layers.1"] == "moe.recompute_full"
     assert kinds["layers.2"] == kinds["layers.3"] == "moe"

@@ -125,7 +125,9 @@ def test_a_block_without_parameters_is_cut_into_graphs_without_weight_work() -> 
 def test_a_block_that_returns_its_input_is_cut_too() -> None:
     graphs = cut(block(lambda builder, hidden: hidden))
     inputs = {Port("input", "hidden"): torch.randn(3, 4), Port("tangent", "hidden"): torch.randn(3, 4)}
-    assert torch.equal(run_graph(graphs["evaluate"], inputs).results[Port("hidden", "hidden")], inputs[Port("input", "hidden")])
+    assert torch.equal(
+        run_graph(graphs["evaluate"], inputs).results[Port("hidden", "hidden")], inputs[Port("input", "hidden")]
+    )
     found = run_graph(graphs["backward_input"], inputs).results
     assert torch.equal(found[Port("grad_input", "hidden")], inputs[Port("tangent", "hidden")])
 

@@ -109,9 +109,11 @@ def test_a_pass_that_is_not_registered_is_named_with_the_fix() -> None:
         passes_for(small_spec("passes.custom.recompte.enabled=true"))
 
 
-@pytest.mark.parametrize("override", ["recompute.enabled=false", "split-backward.enabled=false", "recompute.options={a: 1}"])
+@pytest.mark.parametrize(
+    "override", ["recompute.enabled=false", "split-backward.enabled=false", "recompute.options={a: 1}"]
+)
 def test_settings_of_a_built_in_pass_do_not_stand_under_custom(override: str) -> None:
-    with pytest.raises(UsageError, match="comes with moegraph, and (its settings stand in passes|it always runs)"):
+    with pytest.raises(UsageError, match=r"comes with moegraph, and (its settings stand in passes|it always runs)"):
         passes_for(small_spec(f"passes.custom.{override}"))
 
 
@@ -156,7 +158,9 @@ def test_a_pass_that_breaks_a_shape_is_caught_at_the_node() -> None:
             new = rewriter.call_before(node, "flipped", torch.t, node.args[0])
             node.replace_input_with(node.args[0], new)  # type: ignore[arg-type]
 
-    with pytest.raises(CheckFailed, match=r"after mine: dense/layer: node dense.act gives f64\[96, 8\], but f64\[16, 48\]"):
+    with pytest.raises(
+        CheckFailed, match=r"after mine: dense/layer: node dense.act gives f64\[96, 8\], but f64\[16, 48\]"
+    ):
         compile_with(transpose)
 
 
@@ -211,7 +215,9 @@ def test_a_pass_that_fails_is_named_with_the_block_and_the_line() -> None:
     def fail(rewriter: Rewriter, unit: Unit, context: PassContext) -> None:
         raise KeyError("nowhere")
 
-    with pytest.raises(RunError, match=r"pass 'mine' fails on embedding: KeyError: 'nowhere' \(.*test_user_passes.py:\d+\)"):
+    with pytest.raises(
+        RunError, match=r"pass 'mine' fails on embedding: KeyError: 'nowhere' \(.*test_user_passes.py:\d+\)"
+    ):
         compile_with(fail)
 
 

@@ -125,6 +125,22 @@ def test_compilers_inside_use_the_folder_and_afterwards_the_environment_is_as_be
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
+def test_the_headers_that_go_into_every_kernel_are_not_in_the_folder_for_temporary_files() -> None:
+    from torch._inductor import codecache
+
+    before = codecache._HEADER_DIR
+    with compile_cache("CPU"):
+        headers = cache_folder("CPU").parent / "headers"
+        assert Path(codecache._HEADER_DIR) == headers
+        assert Path(codecache._HEADER_LOCK_DIR).parent == headers
+        assert mode(headers) == 0o700
+        (headers / "planted.h.gch").write_bytes(b"")
+    assert before == codecache._HEADER_DIR
+    (headers / "planted.h.gch").write_bytes(b"code")
+    with compile_cache("CPU"):
+        assert not (headers / "planted.h.gch").exists()
+
+
 def fill(folder: Path) -> dict[str, Path]:
     files = {name: folder / "inductor" / "ab" / name for name in ("kernel.so", "kernel.cpp", "graph")}
     files["kernel.so"].parent.mkdir(parents=True, exist_ok=True)

@@ -113,6 +113,12 @@ def test_a_layout_of_several_ranks_is_refused_in_a_sentence(layout: str, tokens:
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_announced_about_balance_losses_is_what_is_added(tokens: Path, tmp_path: Path) -> None:
+    done = run(run_spec(tmp_path, "train.steps=1", "passes.balance-losses.enabled=false"), tokens)
+    assert "auxiliary: no balance loss, passes.balance-losses is off" in done.printed
+    assert done.records[0]["loss_total"] == done.records[0]["loss"]
+
+
 def test_a_second_run_leaves_the_first_one_whole(done: Run, tokens: Path, tmp_path: Path) -> None:
     first = run(run_spec(tmp_path, "train.steps=1"), tokens)
     second = run(run_spec(tmp_path, "train.steps=1", "train.seed=1"), tokens)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
-import torch
 from torch import Tensor
 
 from moegraph.compiled import Compiled, compile
@@ -15,7 +14,10 @@ from moegraph.verify.inputs import random_inputs
 from tests.small_models import small_spec
 
 R, A, B = "model.moe.router", "model.attention", "model.moe.balance"
-TWO_LAYERS = ("model.num_layers=2", "data.seq_len=8", "train.tokens_per_step=16")
+SHORT = ("data.seq_len=8", "train.tokens_per_step=16")
+TWO_LAYERS = ("model.num_layers=2", *SHORT)  # one dense, one of experts
+ONE_LAYER = ("model.num_layers=1", "model.dense=null", *SHORT)
+WITH_DENSE = ("plain", "windows", "only dense", "bf16", "full recompute")
 SIGMOID = f"{R}={{score: sigmoid, select_bias: learned_free, groups: {{n: 4, keep: 2}}, "
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -49,7 +51,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "all of eight": ("model.moe.top_k=8",),
     "one token": ("data.seq_len=1", "train.tokens_per_step=1"),
     "only dense": ("model.moe=null", "model.dense.layers=all"),
-    "only experts": ("model.dense=null",),
     "balance by micro-batch": (f"{B}={{over: micro_batch, coef: 0.5, f_norm: k, layers: mean}}",),
     "balance over the global batch": (f"{B}={{over: global_batch, coef: 0.5, z_coef: 0.1}}",),
     "balance pooled": (f"{B}={{layers: pooled, coef: 0.5}}", "precision.compute=bf16"),
@@ -61,10 +62,10 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def spec_of(case: str) -> Spec:
     """The spec of a case."""
-    return small_spec(*TWO_LAYERS, *CASES[case])
+    return small_spec(*(TWO_LAYERS if case in WITH_DENSE else ONE_LAYER), *CASES[case])
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled_case(case: str) -> Compiled:
     """The compiled spec of a case."""
     return compile(spec_of(case))
@@ -78,8 +79,3 @@ def joint_record(case: str) -> PassRecord:
 def inputs_of(program: Program, unit: Unit, seed: int = 0) -> dict[Port, Tensor]:
     """Random inputs of a unit's joint computation."""
     return random_inputs(program, unit.layer_graph, seed)
-
-
-def one_thread() -> None:
-    """Sums are added up in one order."""
-    torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Every structural verifier finds the fault it is for, alone and through the pipeline, and names pass, kind and node."""
+"""Every structural verifier finds the fault it is for, alone and in the pipeline, and names pass, kind and node."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def joint() -> fx.GraphModule:
     return compiled_case("plain").record(TRACE).program.units["moe"].graphs["joint"]
 
 
-def recorded(rewriter: Rewriter, target: Any, *args: Any, name: str = "planted", like: fx.Node | None = None) -> fx.Node:
+def recorded(
+    rewriter: Rewriter, target: Any, *args: Any, name: str = "planted", like: fx.Node | None = None
+) -> fx.Node:
     """A node that claims to give what `like` gives; its operator is not evaluated."""
     with rewriter.graph.inserting_before(rewriter.output_node()):
         node = rewriter.graph.call_function(target, args)
@@ -141,7 +143,11 @@ ANYWHERE: dict[str, tuple[str, str, Plant]] = {
         "planted = symm_mem.one_shot_all_reduce is a communicating",
         call(torch.ops.symm_mem.one_shot_all_reduce.default, "sum", "0"),
     ),
-    "cuda": ("no baked device or rank", "planted is tied to device cuda:1", call(aten.to.device, torch.device("cuda:1"))),
+    "cuda": (
+        "no baked device or rank",
+        "planted is tied to device cuda:1",
+        call(aten.to.device, torch.device("cuda:1")),
+    ),
     "cuda by name": ("no baked device or rank", "planted is tied to device cuda", call(torch.Tensor.to, "cuda")),
     "process group": ("no baked device or rank", "has a ProcessGroup written", call(torch.sigmoid, ProcessGroup())),
     "constant": ("no baked device or rank", "has a Tensor written into", call(torch.add, torch.ones(1))),
@@ -277,7 +283,9 @@ def test_a_wrong_recorded_shape_is_found_at_the_node() -> None:
     module = clone(layer())
     node = next(n for n in module.graph.nodes if n.target is ops.swiglu)
     node.meta["val"] = node.meta["val"][:3]
-    with pytest.raises(CheckFailed, match=r"after mine: node moe.act gives f64\[32, 16\], but f64\[3, 16\] is recorded"):
+    with pytest.raises(
+        CheckFailed, match=r"after mine: node moe.act gives f64\[32, 16\], but f64\[3, 16\] is recorded"
+    ):
         propagate(module, "mine")
 
 
@@ -296,7 +304,9 @@ def test_a_method_call_is_not_a_node_of_ours() -> None:
     with rewriter.graph.inserting_before(rewriter.output_node()):
         node = rewriter.graph.call_method("item", (source,))
     node.meta = {"val": source.meta["val"], "custom": {"name": "planted", "made_by": "mine"}}
-    assert check_graph(rewriter.module) == ["no host synchronisation: planted = item makes the host wait for the device"]
+    assert check_graph(rewriter.module) == [
+        "no host synchronisation: planted = item makes the host wait for the device"
+    ]
     with pytest.raises(CheckFailed, match=r"node planted \(call_method\)"):
         propagate(rewriter.module, "mine")
 
@@ -317,7 +327,7 @@ def test_a36_a_lost_collective_is_found() -> None:
     assert check_graph(before) == []
     assert lost_effects(before, after) == ["reduce.0"]
     unit = compiled_case("plain").record("lower").program.units["moe"]
-    with pytest.raises(CheckFailed, match="after mine: moe: reduce.0 has an effect and was removed"):
+    with pytest.raises(CheckFailed, match=r"after mine: moe: reduce\.0 has an effect and was removed"):
         check_rewrite(unit.with_graphs({"layer": before}), unit.with_graphs({"layer": after}), "mine")
 
 
