@@ -38,9 +38,7 @@ class Compiled:
         return {record.name: record.hash for record in self.records}
 
 
-def compile(  # noqa: A001 - the verb of the project
-    spec: Spec, rank: int = 0, world: int = 1, progress: Callable[[str], None] | None = None
-) -> Compiled:
+def compile(spec: Spec, rank: int = 0, world: int = 1, progress: Callable[[str], None] | None = None) -> Compiled:
     """Lowers a spec and runs its passes, on the CPU and without touching a device.
 
     `rank` of `world` is whose graphs are wanted. Until the parallel layouts exist every rank's graphs are those of the
