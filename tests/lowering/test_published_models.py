@@ -106,7 +106,7 @@ CASES = {
 
 def published(case: Case) -> Any:
     """The transformers model, randomly initialised, biases and norms moved off their defaults."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     config = getattr(transformers, case.config)(**COMMON, **case.options)

@@ -17,7 +17,7 @@ from .published_routers import D_MODEL, EXPERTS, PUBLISHED, TOP_K, Published
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda p: p.model_type)
 def test_published_router_is_reproduced_bit_for_bit(published: Published, norm_topk_prob: bool) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")
     torch.manual_seed(3)
     _, router = published.build()
     options: dict[str, Any] = {"top_k": TOP_K, **published.options}
