@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload as OpOverload  # what a node of a step graph calls; no public name
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # values without data; no public name
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
@@ -22,6 +25,12 @@ def traced_graph() -> fx.Graph:
         raise RuntimeError("traced_graph() is only meaningful inside make_fx")
     graph: fx.Graph = mode.tracer.graph
     return graph
+
+
+def compile_backend(name: str) -> Callable[..., Any]:
+    """The backend of torch.compile of this name, to be wrapped. `torch.compiler` lists names, but hands none out."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

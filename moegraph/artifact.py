@@ -13,7 +13,6 @@ refuses if a graph is not the one whose hash the report holds. Written aside and
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 from moegraph.artifact_names import GRAPH_NAME, PASSES_NAME, REPORT_NAME, SPEC_NAME
 from moegraph.compiled import Compiled
+from moegraph.data.output_folder import move_into_place
 from moegraph.errors import CheckFailed, UsageError
 from moegraph.graph.diff import diff_lines, diff_programs
 from moegraph.graph.instances import instances_text
@@ -133,7 +133,7 @@ def write_compiled(folder: Path, compiled: Compiled, report: Mapping[str, Any]) 
         try:
             partial.chmod(0o755)
             _fill(partial, compiled, report)
-            _move(partial, folder)
+            move_into_place(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -165,26 +165,6 @@ def diff_of(before: PassRecord, after: PassRecord) -> list[str]:
 
 def _write_json(path: Path, data: Mapping[str, Any], indent: int | None) -> None:
     path.write_text(json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _move(partial: Path, folder: Path) -> None:
-    """`partial` becomes `folder`; an older one is moved out of the way first, and back if that fails."""
-    if folder.is_dir() and any(folder.iterdir()):
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.replaced-", dir=folder.parent))
-        folder.rename(old)
-        try:
-            partial.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from moegraph.errors import UsageError
 from moegraph.graph.program import Program
 from moegraph.lowering import lower
 from moegraph.passes.pipeline import PassRecord, run_pipeline
+from moegraph.runtime.parameter_groups import parameter_groups
 from moegraph.specs.schema import Spec
 
 
@@ -42,8 +44,13 @@ def compile(spec: Spec, rank: int = 0, world: int = 1, progress: Callable[[str],
     """Lowers a spec and runs its passes, on the CPU and without touching a device.
 
     `rank` of `world` is whose graphs are wanted. Until the parallel layouts exist every rank's graphs are those of the
-    undistributed model, and a world above 1 is refused.
+    undistributed model, and a world above 1 is refused. Raises SpecError for a rule of `train.optimizer.groups` that
+    matches no parameter of the model.
     """
     if world != 1 or rank != 0:
         raise UsageError(f"rank {rank} of world {world}: graphs of several ranks wait for the parallel layouts")
-    return Compiled(spec, run_pipeline(lower(spec), progress=progress))
+    started = time.perf_counter()
+    program, optimizer = lower(spec), spec.train.optimizer
+    seconds = time.perf_counter() - started
+    parameter_groups(program.parameters, optimizer.groups, optimizer.weight_decay)  # before minutes of work
+    return Compiled(spec, run_pipeline(program, progress=progress, lowering_seconds=seconds))

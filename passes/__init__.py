@@ -6,7 +6,7 @@
 from moegraph.passes.contract import Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
 
-from moegraph.passes import canonicalize, balance_losses, recompute, split_backward  # isort: skip
+from moegraph.passes import canonicalize, balance_losses, fuse_experts, recompute, split_backward  # isort: skip
 
 __all__ = [
     "Pass",
@@ -14,6 +14,7 @@ __all__ = [
     "PassResult",
     "balance_losses",
     "canonicalize",
+    "fuse_experts",
     "recompute",
     "registry",
     "split_backward",

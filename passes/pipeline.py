@@ -53,9 +53,13 @@ class PassRecord:
 
 
 def run_pipeline(
-    program: Program, passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None
+    program: Program,
+    passes: Sequence[Pass] | None = None,
+    progress: Callable[[str], None] | None = None,
+    lowering_seconds: float = 0.0,
 ) -> list[PassRecord]:
-    """Runs the passes over a lowered program; the last record holds the finished program.
+    """Runs the passes over a lowered program; the last record holds the finished program, and the first one says that
+    lowering took `lowering_seconds`.
 
     Raises `CheckFailed` naming the pass, the kind of block and the node when a graph does not hold, and `RunError` when
     a pass itself fails.
@@ -63,7 +67,7 @@ def run_pipeline(
     passes = passes_for(program.spec) if passes is None else passes
     report = progress or (lambda name: None)
     pipeline = _Pipeline()
-    pipeline.record("lower", "layer", program)
+    pipeline.record("lower", "layer", program, lowering_seconds)
     for p in (p for p in passes if p.level == "layer"):
         report(p.name)
         pipeline.apply(p)

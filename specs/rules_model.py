@@ -42,9 +42,10 @@ def rotary_width_is_even(spec: Spec, report: Report) -> None:
 
 def pattern_uses_window(spec: Spec, report: Report) -> None:
     """A window that no layer has is a mistake."""
-    window = spec.model.attention.window
-    if window is not None and "L" not in window.pattern:
-        message = f"no layer has the window of {window.size} tokens: the pattern has no L"
+    window, layers = spec.model.attention.window, spec.model.num_layers
+    if window is not None and "L" not in window.pattern[:layers]:
+        where = f" among the first {layers}" if "L" in window.pattern else ""
+        message = f"no layer has the window of {window.size} tokens: the pattern has no L{where}"
         report.add(
             "model.attention.window.pattern", message, fix="write L for layers with the window, or remove the window"
         )

@@ -121,6 +121,15 @@ def balance_settings_have_effect(spec: Spec, report: Report) -> None:
             report.add(f"{BALANCE}.{name}", message, fix=f"add {BALANCE}.coef, 0 if that is meant")
 
 
+def pooled_layers_share_a_mean(spec: Spec, report: Report) -> None:
+    """Layers are pooled by adding up their sums over one set of tokens; a loss per sequence has no such sum."""
+    balance = spec.model.moe.balance if spec.model.moe is not None else None
+    if balance is not None and balance.layers == "pooled" and balance.over == "sequence":
+        message = "layers pooled takes f and P over all tokens at once, and over sequence takes each sequence by itself"
+        fix = "use over: micro_batch or global_batch, or layers: sum or mean"
+        report.add(f"{BALANCE}.layers", message, allowed="sum, mean", fix=fix)
+
+
 RULES: tuple[Rule, ...] = (
     top_k_within_experts,
     groups_divide_experts,
@@ -130,4 +139,5 @@ RULES: tuple[Rule, ...] = (
     logits_are_not_normalised,
     router_settings_have_effect,
     balance_settings_have_effect,
+    pooled_layers_share_a_mean,
 )

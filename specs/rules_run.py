@@ -6,8 +6,9 @@ import os
 from pathlib import Path, PurePath
 
 from moegraph.specs.rules import Report, Rule
-from moegraph.specs.schema.run import Wsd
+from moegraph.specs.schema.run import CORPORA, CORPUS_PREFIX, Wsd
 from moegraph.specs.schema.spec import Spec
+from moegraph.specs.suggest import nearest_word
 
 
 def sequences_fit_model(spec: Spec, report: Report) -> None:
@@ -63,9 +64,22 @@ def recompute_has_effect(spec: Spec, report: Report) -> None:
     if recompute.layers != "all" and recompute.policy == "none":
         message = "has no effect with policy none, which recomputes nothing"
         report.add("passes.recompute.layers", message, fix="add passes.recompute.policy=selective or full")
+    if recompute.layers == () and recompute.policy != "none":
+        message = f"names no layers, so that policy {recompute.policy} has no effect"
+        report.add("passes.recompute.layers", message, fix="list the layers, write layers: all, or use policy none")
     if not recompute.enabled and recompute.policy != "none":
         message = f"the pass is switched off, so that policy {recompute.policy} has no effect"
         report.add("passes.recompute.enabled", message, fix="remove enabled, or use policy none")
+
+
+def corpus_is_built_in(spec: Spec, report: Report) -> None:
+    """`corpus:NAME` names a corpus that exists."""
+    name = spec.data.source.removeprefix(CORPUS_PREFIX)
+    if name != spec.data.source and name not in CORPORA:
+        near = nearest_word(name, CORPORA)
+        fix = f"did you mean {CORPUS_PREFIX}{near}?" if near else None
+        allowed = ", ".join(CORPUS_PREFIX + each for each in CORPORA) + ", or a folder"
+        report.add("data.source", f"there is no built-in corpus {name!r}", allowed=allowed, fix=fix)
 
 
 def paths_are_confined(spec: Spec, report: Report) -> None:
@@ -74,7 +88,7 @@ def paths_are_confined(spec: Spec, report: Report) -> None:
     The person who runs moegraph may name any folder, by an override or from Python.
     """
     for path, value in (("data.source", spec.data.source), ("train.output_dir", spec.train.output_dir)):
-        if path == "data.source" and value.startswith("corpus:"):
+        if path == "data.source" and value.startswith(CORPUS_PREFIX):
             continue
         reason = "holds a NUL character" if "\0" in value else None
         if reason is None and not report.mark(path).trusted:
@@ -108,5 +122,6 @@ RULES: tuple[Rule, ...] = (
     betas_below_one,
     groups_say_something,
     recompute_has_effect,
+    corpus_is_built_in,
     paths_are_confined,
 )

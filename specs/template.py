@@ -88,6 +88,7 @@ precision:
 passes:
   canonicalize: {enabled: true}
   balance-losses: {enabled: true}
+  fuse-experts: {enabled: false}       # the experts as one operator: less is kept for backward, Triton on a GPU
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 

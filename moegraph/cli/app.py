@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moegraph.cli import compare, compile_, data, doctor, init, inspect_, schema, train, verify
+from moegraph.cli import bench, compare, compile_, data, doctor, init, inspect_, schema, train, verify
 
 app = typer.Typer(
     name="moegraph",
@@ -45,6 +45,7 @@ app.command("compare")(compare.compare_command)
 app.command("inspect")(inspect_.inspect_command)
 app.command("verify")(verify.verify_command)
 app.add_typer(data.app, name="data")
+app.add_typer(bench.bench_app, name="bench")
 app.command("schema")(schema.schema_command)
 app.command("init")(init.init_command)
 app.command("doctor")(doctor.doctor_command)

@@ -32,11 +32,10 @@ def compile_command(
     json: Json = False,
 ) -> int:
     """Run the passes and write graphs, differences, a report."""
-    from moegraph.cli.sources import find_spec
-    from moegraph.specs import load_spec
+    from moegraph.cli.sources import find_spec, load
 
     name = find_spec(spec)
-    loaded = load_spec(name, set_ or ())
+    loaded = load(name, set_).spec
     folder = output or Path("compiled") / _stem(name)
     from moegraph.artifact import build_report, check_writable, write_compiled
     from moegraph.compiled import compile as compile_spec

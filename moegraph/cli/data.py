@@ -99,8 +99,9 @@ class _Report:
             return
         self._stage, self._next = progress.stage, now + _SECONDS_BETWEEN_LINES
         stage = {"train-tokenizer": "reading for the tokenizer", "encode": "encoding"}[progress.stage]
+        plural = "" if progress.documents == 1 else "s"
         tokens = f", {progress.tokens:,} tokens" if progress.tokens else ""
-        self._status(f"{stage}: {progress.documents:,} documents{tokens}, {progress.seconds:.1f} s")
+        self._status(f"{stage}: {progress.documents:,} document{plural}{tokens}, {progress.seconds:.1f} s")
 
 
 def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,6 +66,7 @@ def inspect_command(
         refuse(after=after, expand=expand, stat=stat, grep=grep, because="does not go with --diff")
     if stage not in (None, 0):
         raise UsageError(f"--stage {stage}: there is only stage 0 until pipeline parallelism exists")
+    _check_pattern(grep)  # before seconds of work
     compiled = _compile(spec, set_, pass_file)
     from moegraph.cli.inspect_graphs import Selection, print_difference, print_graphs, print_statistics
 
@@ -77,15 +79,21 @@ def inspect_command(
         print_graphs(compiled, after, selection, as_json=json)
 
 
+def _check_pattern(text: str | None) -> None:
+    try:
+        re.compile(text or "")
+    except re.error as error:
+        raise UsageError(f"--grep {text!r} is not a regular expression: {error}") from None
+
+
 def _is_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file()  # moegraph.runtime.run_log.METRICS
 
 
 def _compile(spec: str | None, overrides: list[str] | None, pass_files: list[Path] | None) -> Compiled:
-    from moegraph.cli.sources import find_spec
-    from moegraph.specs import load_spec
+    from moegraph.cli.sources import find_spec, load
 
-    loaded = load_spec(find_spec(spec), overrides or ())  # before torch is imported: its errors come at once
+    loaded = load(find_spec(spec), overrides).spec  # before torch is imported: its errors come at once
     from moegraph.compiled import compile as compile_spec
 
     load_pass_files(pass_files)
@@ -94,11 +102,10 @@ def _compile(spec: str | None, overrides: list[str] | None, pass_files: list[Pat
 
 
 def _print_resolved(spec: str | None, overrides: list[str] | None, *, as_json: bool) -> None:
-    from moegraph.cli.sources import find_spec
-    from moegraph.specs.loader import load_resolved
+    from moegraph.cli.sources import find_spec, load
     from moegraph.specs.resolved import resolved_data, resolved_lines
 
-    resolved = load_resolved(find_spec(spec), overrides or ())
+    resolved = load(find_spec(spec), overrides)
     if as_json:
         print_json({"spec": resolved.source, "sources": list(resolved.sources), "values": resolved_data(resolved)})
     else:

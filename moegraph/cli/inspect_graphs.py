@@ -183,7 +183,7 @@ def _only(record: PassRecord, graph: str | None) -> dict[str, dict[str, str]]:
 
 
 def _views(record: PassRecord, selection: Selection) -> Iterator[View]:
-    pattern = _pattern(selection.grep)
+    pattern = re.compile(selection.grep) if selection.grep is not None else None
     for kind in _kinds(record, selection.kind):
         for name, text in record.texts[kind].items():
             if selection.graph not in (None, name):
@@ -203,12 +203,3 @@ def _with_lines(view: View, text: str, pattern: re.Pattern[str] | None) -> View:
     lines = text.splitlines()
     kept = tuple((i, line) for i, line in enumerate(lines) if pattern is None or pattern.search(line))
     return replace(view, lines=kept)
-
-
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"--grep {text!r} is not a regular expression: {error}") from None

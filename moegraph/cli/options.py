@@ -53,7 +53,7 @@ def load_pass_files(files: Iterable[Path] | None) -> dict[str, list[str]]:
             registered[str(file)] = registry.load_file(file)
         except MoegraphError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = f"--pass-file {file} fails when it is run: {type(error).__name__}: {error}"
             raise UsageError(f"{text}; --debug shows where") from error
     return registered

@@ -17,7 +17,7 @@ from moegraph.artifact_names import SPEC_NAME
 from moegraph.cli.compile_ import last_compiled
 from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_files, refuse_many_ranks, spec_name
 from moegraph.cli.output import Status, print_json, say
-from moegraph.cli.sources import find_spec
+from moegraph.cli.sources import find_spec, load
 from moegraph.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -61,19 +61,17 @@ def train_command(
 
 def _find(given: str | None, overrides: Sequence[str]) -> tuple[Spec, Path | None]:
     """The spec to train, and the compiled directory that it has to agree with, if one is meant."""
-    from moegraph.specs import load_spec
-
     if given is not None:
         folder = Path(given) if Path(given).is_dir() else None
-        return load_spec(find_spec(given), overrides), folder
+        return load(find_spec(given), overrides).spec, folder
     last = last_compiled()
     if last is None:
-        return load_spec(spec_name(None), overrides), None
+        return load(spec_name(None), overrides).spec, None
     if not Path(DEFAULT_SPEC).exists():
-        return load_spec(last / SPEC_NAME, overrides), last
-    spec = load_spec(DEFAULT_SPEC, overrides)
+        return load(str(last / SPEC_NAME), overrides).spec, last
+    spec = load(DEFAULT_SPEC, overrides).spec
     try:
-        same = load_spec(last / SPEC_NAME, overrides) == spec
+        same = load(str(last / SPEC_NAME), overrides).spec == spec
     except SpecError:
         same = False
     if not same:

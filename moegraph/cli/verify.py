@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moegraph.verify.passes import VerifyReport
 
 BROKEN = 3
+MOST_NODES = 8  # named per pass and kind of block; --json names all
 
 
 def verify_command(
@@ -20,15 +21,16 @@ def verify_command(
     set_: Set = None,
     pass_file: PassFile = None,
     world: Annotated[int, typer.Option(help="Ranks to prove the passes at; only 1 exists so far.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and tokens that the graphs are run on.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and tokens that the graphs are run on.")
+    ] = 0,
     json: Json = False,
 ) -> int:
     """Prove each pass: equal outputs and gradients."""
     refuse_many_ranks("world", world)
-    from moegraph.cli.sources import find_spec
-    from moegraph.specs import load_spec
+    from moegraph.cli.sources import find_spec, load
 
-    loaded = load_spec(find_spec(spec), set_ or ())
+    loaded = load(find_spec(spec), set_).spec
     from moegraph.verify.passes import verify_spec
 
     load_pass_files(pass_file)
@@ -44,7 +46,8 @@ def verify_command(
 
 
 def print_report(report: VerifyReport) -> None:
-    """The table: per pass the nodes it rewrote and the largest relative differences of outputs and gradients."""
+    """The table: per pass how many nodes it rewrote and the largest relative differences of outputs and gradients; then
+    those nodes by name."""
     rows = [
         [
             row.name,
@@ -61,6 +64,11 @@ def print_report(report: VerifyReport) -> None:
     ]
     columns = ["pass", "tier", ">bound", ">rewritten", ">outputs", ">gradients", "planted fault", "verdict", "note"]
     print_table(columns, rows)
+    print()
+    for row in report.rows:
+        for kind, names in row.nodes.items():
+            more = f" and {len(names) - MOST_NODES} more" if len(names) > MOST_NODES else ""
+            print(f"rewritten by {row.name} in {kind}: {', '.join(names[:MOST_NODES])}{more}")
     if report.reduced:
         print(f"\nmade smaller to run here: {report.reduced}")
 

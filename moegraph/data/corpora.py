@@ -17,8 +17,8 @@ from pathlib import Path
 from moegraph.data.manifest import MANIFEST_NAME, Inputs
 from moegraph.data.sources import Document, documents_digest
 from moegraph.errors import DataError
+from moegraph.specs.schema.run import CORPUS_PREFIX
 
-CORPUS_PREFIX = "corpus:"
 # Tests, installed packages, and folders named after a build configuration differ from machine to machine.
 _LEFT_OUT_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")

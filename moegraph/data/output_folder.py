@@ -33,7 +33,8 @@ def new_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         yield partial
         partial.chmod(0o777 & ~_umask())
         _sync_folder(partial)
-        _rename(partial, target, force=force)
+        check_replaceable(target, force=force)
+        move_into_place(partial, target)
     except OSError as error:
         raise DataError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
@@ -46,15 +47,20 @@ def check_replaceable(target: Path, *, force: bool) -> None:
         names = sorted(entry.name for entry in target.iterdir())
         foreign = [name for name in names if not _PREPARED_NAME.fullmatch(name)]
         if foreign:
-            raise DataError(f"{target} holds {foreign[0]!r}, which is not prepared data: choose another output folder")
+            raise DataError(
+                f"{target} holds {foreign[0]!r}, which is not prepared data: choose another output folder", exit_code=2
+            )
         if names and not force:
-            raise DataError(f"{target} already holds other data: choose another output folder, or pass --force")
+            raise DataError(
+                f"{target} already holds other data: choose another output folder, or pass --force", exit_code=2
+            )
     elif target.exists() or target.is_symlink():
-        raise DataError(f"{target} exists and is not a folder: choose another output folder")
+        raise DataError(f"{target} exists and is not a folder: choose another output folder", exit_code=2)
 
 
-def _rename(partial: Path, target: Path, *, force: bool) -> None:
-    check_replaceable(target, force=force)
+def move_into_place(partial: Path, target: Path) -> None:
+    """`partial` becomes `target`, on disk when this returns. A folder that is there is moved out of the way first, and
+    back if the move fails. Raises OSError."""
     if target.is_dir() and any(target.iterdir()):
         replaced = Path(tempfile.mkdtemp(prefix=f".{target.name}.replaced-", dir=target.parent))
         target.rename(replaced)

@@ -39,7 +39,7 @@ from moegraph.data.manifest import (
 from moegraph.data.output_folder import check_replaceable, new_folder
 from moegraph.data.shards import ShardWriter
 from moegraph.data.sources import Document, document_digest, documents_digest, read_documents
-from moegraph.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from moegraph.data.tokenizer import TextTokenizer, check_vocab_size, load_tokenizer, train_tokenizer
 from moegraph.errors import DataError
 
 TRAINING_CHARACTERS = 256 << 20
@@ -153,6 +153,8 @@ def _settings(
         raise DataError(f"validation_fraction {fraction} is outside [0, 1)", exit_code=2)
     if not 1 <= shard_tokens <= 1 << 40:
         raise DataError(f"shard_tokens {shard_tokens} is outside [1, 2^40]", exit_code=2)
+    if vocab_size is not None:
+        check_vocab_size(vocab_size)
     trained = None if tokenizer is not None else DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     return Inputs(
         documents_sha256="0" * 64,
@@ -198,7 +200,9 @@ def _already(target: Path, inputs: Inputs) -> Prepared | None:
     except DataError as error:
         raise DataError(f"{target} is damaged, pass --force to prepare it anew: {error}") from error
     if manifest.inputs != inputs:
-        raise DataError(f"{target} was prepared from other inputs: choose another output folder, or pass --force")
+        raise DataError(
+            f"{target} was prepared from other inputs: choose another output folder, or pass --force", exit_code=2
+        )
     return Prepared(target, manifest, already=True)
 
 

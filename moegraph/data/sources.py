@@ -66,15 +66,17 @@ def _files(path: Path) -> Iterator[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         found.extend(Path(folder, name) for name in names if not name.startswith("."))
     if not found:
-        raise DataError(f"{path} has no files: give a folder with text, JSONL or Parquet files")
+        raise DataError(f"{path} has no files: give a folder with text, JSONL or Parquet files", exit_code=2)
     yield from sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _read_file(path: Path, text_field: str) -> Iterator[Document]:
     if not path.exists():
-        raise DataError(f"{path} does not exist: give text, JSONL or Parquet files, or folders of them")
+        raise DataError(f"{path} does not exist: give text, JSONL or Parquet files, or folders of them", exit_code=2)
     if not path.is_file():
-        raise DataError(f"{path} is not a regular file: give text, JSONL or Parquet files, or folders of them")
+        raise DataError(
+            f"{path} is not a regular file: give text, JSONL or Parquet files, or folders of them", exit_code=2
+        )
     suffix = path.suffix.lower()
     if suffix in COMPRESSED_SUFFIXES:
         raise DataError(f"{path} is compressed ({suffix}): unpack it first")

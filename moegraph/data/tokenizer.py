@@ -61,7 +61,7 @@ def load_tokenizer(path: Path, eos_token: str | None = None) -> TextTokenizer:
     """
     try:
         if not path.is_file():
-            raise DataError(f"{path} is not a file: give the tokenizer.json itself")
+            raise DataError(f"{path} is not a file: give the tokenizer.json itself", exit_code=2)
         with path.open("rb") as file:
             serialized = file.read(MAX_TOKENIZER_BYTES + 1)
     except OSError as error:
@@ -102,14 +102,19 @@ def _end_token(vocab: dict[str, int], name: str) -> str:
     return found[0]
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises DataError for a size that no tokenizer can be trained to."""
+    if not SMALLEST_VOCAB <= vocab_size <= LARGEST_VOCAB:
+        raise DataError(f"vocab_size {vocab_size} is outside [{SMALLEST_VOCAB}, {LARGEST_VOCAB}]", exit_code=2)
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Train a byte-level BPE of at most `vocab_size` tokens; id 0 is `<|endoftext|>`, then come the 256 bytes.
 
     The same texts give the same tokenizer, bit for bit. Few texts give fewer tokens. Raises DataError for a
     `vocab_size` outside [257, 2^20].
     """
-    if not SMALLEST_VOCAB <= vocab_size <= LARGEST_VOCAB:
-        raise DataError(f"vocab_size {vocab_size} is outside [{SMALLEST_VOCAB}, {LARGEST_VOCAB}]", exit_code=2)
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

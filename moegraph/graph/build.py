@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moegraph._torch_compat import FakeTensorMode
 from moegraph.graph.names import facts, identifier
 from moegraph.graph.program import Parameter, Port
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
 
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
@@ -39,7 +40,7 @@ def is_mutating(node: fx.Node) -> bool:
     """Whether the node's operator writes to one of its arguments: by its schema, and where it has none by torch's
     convention of a trailing underscore (what a Python function does inside, `propagate` sees)."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return bool(target._schema.is_mutable)
     if node.op not in ("call_function", "call_method"):
         return False
@@ -50,7 +51,7 @@ def is_mutating(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_effectful(node: fx.Node) -> bool:
@@ -79,7 +80,7 @@ def lost_effects(before: Iterable[fx.GraphModule], after: Iterable[fx.GraphModul
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else ""
+    return str(target._schema.name) if isinstance(target, OpOverload) else ""
 
 
 def _namespace(node: fx.Node) -> str:

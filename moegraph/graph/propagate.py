@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moegraph._torch_compat import FakeTensorMode
 from moegraph.errors import CheckFailed
 from moegraph.graph.effects import is_mutating
 from moegraph.graph.names import display_name, target_name

@@ -14,7 +14,6 @@ from __future__ import annotations
 from moegraph.ops.attention import attention, attention_backward
 from moegraph.ops.attention_cuda import attention_backend
 from moegraph.ops.balance import (
-    balance_from_sums,
     balance_micro_batch,
     balance_sequence,
     probability_sum,
@@ -23,6 +22,7 @@ from moegraph.ops.balance import (
 )
 from moegraph.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from moegraph.ops.embedding import embedding, embedding_wgrad
+from moegraph.ops.expert_ffn import expert_ffn, expert_ffn_dgrad
 from moegraph.ops.flops import flops
 from moegraph.ops.grouped_mm import grouped_mm, grouped_mm_backend, grouped_mm_dgrad, grouped_mm_wgrad
 from moegraph.ops.linear import linear, router_logits
@@ -43,7 +43,6 @@ __all__ = [
     "attention",
     "attention_backend",
     "attention_backward",
-    "balance_from_sums",
     "balance_micro_batch",
     "balance_sequence",
     "choose_experts",
@@ -53,6 +52,8 @@ __all__ = [
     "embedding",
     "embedding_wgrad",
     "expert_counts",
+    "expert_ffn",
+    "expert_ffn_dgrad",
     "expert_scores",
     "flops",
     "gather_weights",

@@ -6,8 +6,8 @@ with "k". Its value at perfect balance is 1, or top_k. The set of tokens the mea
 
 - `balance_micro_batch`: all tokens of the micro-batch.
 - `balance_sequence`: each sequence by itself, weighed by its share of the micro-batch's tokens.
-- any larger scope (the global batch, or layers pooled): sum `expert_counts` and `probability_sum` over it, then
-  `balance_from_sums`.
+- any larger scope (the global batch, or layers pooled): `expert_counts` and `probability_sum` summed over it, from
+  which `moegraph.step.auxiliary` makes the loss.
 
 A token where token_mask is False is padding: it counts nowhere, and a scope without tokens contributes zero.
 
@@ -92,22 +92,6 @@ def balance_micro_batch(
 def probability_sum(logits: Tensor, token_mask: Tensor | None, score: Score) -> Tensor:
     """Σ over counted tokens of the normalised scores of logits [T, E] → [E]."""
     return _counted(router_probabilities(logits, score), token_mask).sum(0)
-
-
-def balance_from_sums(
-    counts: Tensor, probability_sums: Tensor, num_tokens: Tensor | int, *, top_k: int, f_norm: FNorm = 1
-) -> Tensor:
-    """E · Σ_e f·P from counts [E] and probability_sums [E] over num_tokens tokens (0-d tensor or int), 0-d.
-
-    For a scope larger than one call: both sums, and the number of tokens, are added up over it first; layers pooled
-    together count each token once per layer. No gradient flows into the counts.
-    """
-    dtype = probability_sums.dtype
-    if not isinstance(num_tokens, Tensor):
-        num_tokens = torch.full((), num_tokens, dtype=dtype, device=probability_sums.device)
-    divisor = num_tokens.to(dtype).clamp(min=1.0)
-    f = counts.detach().to(dtype) / (divisor * top_k) * _f_total(f_norm, top_k)
-    return (f * (probability_sums / divisor)).sum() * probability_sums.shape[0]
 
 
 def z_loss(logits: Tensor, token_mask: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moegraph.ops.attention import attention
+from moegraph.ops.expert_ffn import expert_ffn
 from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
 
@@ -36,6 +37,9 @@ def flops(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if target is grouped_mm:
         rows, width = args[0].shape
         return int(2 * rows * width * args[1].shape[1])
+    if target is expert_ffn:
+        rows, two_f, width = args[1].shape[0], args[5].shape[1], args[0].shape[1]
+        return int(2 * rows * width * two_f + 2 * rows * (two_f // 2) * width)
     if target is attention:
         sequences, seq_len, heads, width = args[0].shape
         pairs = visible_keys(seq_len, kwargs.get("window"))

@@ -55,19 +55,34 @@ def _zero_past(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.masked_fill_(past.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
+def _uses_kernels(x: Tensor) -> bool:
+    """moegraph's Triton kernels move rows on CUDA; they sum in fp32, so fp64 stays with torch."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
 @torch.library.custom_op("moegraph::permute", mutates_args=())
-def _permute(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    """The operator behind `permute`, for formulas of gradients."""
+    if _uses_kernels(x):
+        from moegraph.kernels import move_rows
+
+        return move_rows.permute(x.contiguous(), order, offsets, top_k)
     token = torch.div(order, top_k, rounding_mode="floor")
     return _zero_past(x.index_select(0, token), offsets)
 
 
-@_permute.register_fake
+@permute_rows.register_fake
 def _(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
     return x.new_empty(order.shape[0], x.shape[1])
 
 
 @torch.library.custom_op("moegraph::combine", mutates_args=())
-def _combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+def sum_rows(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    """The operator behind `combine`, for formulas of gradients."""
+    if _uses_kernels(y):
+        from moegraph.kernels import move_rows
+
+        return move_rows.combine(y.contiguous(), inverse, offsets, top_k)
     wide = accumulate_dtype(y.dtype)
     row_of = inverse.reshape(-1, top_k)
     on_cpu = y.device.type == "cpu"
@@ -82,7 +97,7 @@ def _combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: 
     return total if wide == y.dtype else total.to(y.dtype)
 
 
-@_combine.register_fake
+@sum_rows.register_fake
 def _(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
     return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
 
@@ -93,15 +108,15 @@ def _save_indices(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], 
 
 
 def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-    return _combine(grad, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+    return sum_rows(grad, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-    return _permute(grad, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+    return permute_rows(grad, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
-_permute.register_autograd(_permute_backward, setup_context=_save_indices)
-_combine.register_autograd(_combine_backward, setup_context=_save_indices)
+permute_rows.register_autograd(_permute_backward, setup_context=_save_indices)
+sum_rows.register_autograd(_combine_backward, setup_context=_save_indices)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k: int) -> Tensor:
@@ -109,7 +124,7 @@ def permute(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k
 
     Its gradient is `combine`: each token sums the gradients of its K rows, in slot order.
     """
-    rows: Tensor = _permute(x, order, inverse, offsets, top_k)
+    rows: Tensor = permute_rows(x, order, inverse, offsets, top_k)
     return rows
 
 
@@ -119,7 +134,7 @@ def combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k
     Accumulated in float32 (float64 for float64) and rounded once. Rows past offsets[-1] are not read: whatever they
     hold, NaN included, counts as nothing. Its gradient is `permute`.
     """
-    out: Tensor = _combine(y, order, inverse, offsets, top_k)
+    out: Tensor = sum_rows(y, order, inverse, offsets, top_k)
     return out
 
 

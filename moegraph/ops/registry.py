@@ -14,7 +14,6 @@ import torch
 
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
-    balance_from_sums,
     balance_micro_batch,
     balance_sequence,
     probability_sum,
@@ -23,6 +22,7 @@ from moegraph.ops.balance import (
 )
 from moegraph.ops.cross_entropy import cross_entropy
 from moegraph.ops.embedding import embedding
+from moegraph.ops.expert_ffn import expert_ffn
 from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
@@ -83,10 +83,20 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     permute: Facts("gather", (_mg.permute.default, _mg.combine.default)),
     gather_weights: Facts("gather", (_mg.gather_weights.default, _mg.gather_weights_backward.default)),
     combine: Facts("gather", (_mg.combine.default, _mg.permute.default)),
+    expert_ffn: Facts(
+        "matmul",
+        (
+            _mg.expert_ffn.default,
+            _mg.expert_ffn_dgrad.default,
+            _mg.grouped_mm_dgrad.default,
+            _mg.grouped_mm_wgrad.default,
+            _mg.permute.default,
+            _mg.combine.default,
+        ),
+    ),
     grouped_mm: Facts("matmul", (_mg.grouped_mm.default, _mg.grouped_mm_dgrad.default, _mg.grouped_mm_wgrad.default)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
-    balance_from_sums: Facts("pointwise"),
     probability_sum: Facts("pointwise"),
     z_loss: Facts("pointwise"),
     router_entropy: Facts("pointwise"),

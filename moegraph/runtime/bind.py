@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from moegraph._torch_compat import compile_backend
 from moegraph.errors import CheckFailed
 from moegraph.graph.edit import clone
 from moegraph.graph.names import display_name
@@ -40,6 +41,7 @@ class BoundGraph:
         self.inputs: tuple[Port, ...] = ports(module, "inputs")
         self.outputs: tuple[Port, ...] = ports(module, "outputs")
         self.compilations = 0
+        self._checked = False
         self._described = [
             (display_name(node), value_text(node.meta["val"])) for node in module.graph.find_nodes(op="placeholder")
         ]
@@ -47,7 +49,7 @@ class BoundGraph:
         self._run: Callable[..., Sequence[Tensor]] = bound if mode == "eager" else self._compiled(bound, mode)
 
     def _compiled(self, bound: fx.GraphModule, mode: CompileMode) -> Callable[..., Sequence[Tensor]]:
-        inner = torch._dynamo.lookup_backend(mode)
+        inner = compile_backend(mode)
 
         def backend(module: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
             code = inner(module, example_inputs)
@@ -58,7 +60,11 @@ class BoundGraph:
         return compiled
 
     def __call__(self, values: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
-        """Runs the graph on the values of its input ports and returns those of its output ports."""
+        """Runs the graph on the values of its input ports and returns those of its output ports. Raises `CheckFailed`
+        when the first values it gets are not what the graph was traced for: it would be compiled for something else."""
+        if not self._checked:
+            self.check_inputs(values)
+            self._checked = True
         results = self._run(*[values[port] for port in self.inputs])
         return dict(zip(self.outputs, results, strict=True))
 

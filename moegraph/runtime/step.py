@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from moegraph.data.loader import StepBatch
+from moegraph.errors import UsageError
+from moegraph.graph.program import Program, ports
 from moegraph.runtime.executor import Activations, Executor
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.specs.schema import Spec
-from moegraph.step.auxiliary import AuxiliaryRule
+from moegraph.step.auxiliary import OUTPUTS, AuxiliaryRule
 
 
 @dataclass
@@ -47,6 +49,7 @@ class StepComputer:
     def __init__(self, spec: Spec, executor: Executor, gradients: GradientBuffers, device: torch.device) -> None:
         self.spec, self.executor, self.gradients, self.device = spec, executor, gradients, device
         self.rule = AuxiliaryRule.from_spec(spec)
+        _check_auxiliary(executor.program, OUTPUTS if self.rule is not None else ())
         self.all_forwards_first = spec.layout.schedule == "gpipe" or (
             self.rule is not None and self.rule.needs_all_forwards
         )
@@ -129,6 +132,17 @@ class StepComputer:
         parts.add("balance", loss)
         for found in tangents:
             found.update({(index, name): vector for index, vector in zip(indices, vectors, strict=True)})
+
+
+def _check_auxiliary(program: Program, known: Sequence[str]) -> None:
+    """Raises `UsageError` for an auxiliary loss that a pass added and that nothing gives a coefficient."""
+    for kind, unit in program.units.items():
+        for port in ports(unit.graphs["forward"], "outputs"):
+            if port.role == "auxiliary" and port.name not in known:
+                raise UsageError(
+                    f"{kind} returns the auxiliary loss {port.name!r}, which has no coefficient in the spec: add it to "
+                    "the block's hidden output or loss, or make it a metric"
+                )
 
 
 class _Parts:

@@ -180,10 +180,10 @@ class Trainer:
         """Validation before the first step, as a record of its own."""
         if self.spec.train.validation is None:
             return None
-        record = {"step": 0, "validation_loss": self._validation_loss()}
+        record = {"step": 0, "loss": None, "grad_norm": None, "validation_loss": self._validation_loss()}
         log.write(record)
         self.progress.show(record)
-        return float(record["validation_loss"])
+        return record["validation_loss"]
 
     def _validation_loss(self) -> float:
         """Mean cross entropy per valid target over the held-out sequences."""

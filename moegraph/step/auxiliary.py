@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moegraph.specs.schema import Balance, Spec
 
+OUTPUTS = ("balance", "z", "probability_sum")  # auxiliary outputs of a block that have a coefficient
+
 
 @dataclass(frozen=True)
 class AuxiliaryRule:

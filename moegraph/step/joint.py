@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moegraph._torch_compat import traced_graph
+from moegraph._torch_compat import FakeTensorMode, traced_graph
 from moegraph.graph.names import display_name
 from moegraph.graph.program import Port, ports, results
 from moegraph.step.cleanup import clean_joint
@@ -246,7 +245,14 @@ def trace_joint(layer: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fake_inputs(layer: fx.GraphModule, signature: JointSignature, fake_mode: FakeTensorMode) -> list[Tensor]:
-    """One fake tensor per joint input, from the facts recorded on the layer graph's nodes."""
+    """One fake tensor per joint input."""
+    known = input_values(layer)
+    with fake_mode:
+        return [torch.empty(tuple(known[port].shape), dtype=known[port].dtype) for port in signature.inputs]
+
+
+def input_values(layer: fx.GraphModule) -> dict[Port, Tensor]:
+    """The recorded (fake) value of each joint input of a layer graph; a tangent is like its output."""
     known: dict[Port, Tensor] = {}
     layer_inputs = iter(ports(layer, "inputs"))
     for node in layer.graph.nodes:
@@ -257,5 +263,4 @@ def _fake_inputs(layer: fx.GraphModule, signature: JointSignature, fake_mode: Fa
         elif node.op == "output":
             for port, value in zip(ports(layer, "outputs"), node.meta["val"], strict=True):
                 known[Port("tangent", port.name)] = value
-    with fake_mode:
-        return [torch.empty(tuple(known[port].shape), dtype=known[port].dtype) for port in signature.inputs]
+    return known

@@ -11,16 +11,16 @@ from torch import Tensor, fx
 
 from moegraph.graph.program import Port, Program
 from moegraph.specs.schema import Spec
-from moegraph.step.joint import joint_signature
+from moegraph.step.joint import input_values, joint_signature
 
 
 def random_inputs(program: Program, layer: fx.GraphModule, seed: int) -> dict[Port, Tensor]:
     """A value for every input of the block's joint computation, tangents included."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = _shapes(layer)
+    values = input_values(layer)
     found: dict[Port, Tensor] = {}
     for port in joint_signature(layer).inputs:
-        shape, dtype = shapes[port]
+        shape, dtype = tuple(values[port].shape), values[port].dtype
         if port.role == "input" and port.name != "hidden":
             found[port] = _batch_field(program.spec, port.name, shape, dtype, generator)
         elif port.role in ("parameter", "buffer"):
@@ -32,22 +32,6 @@ def random_inputs(program: Program, layer: fx.GraphModule, seed: int) -> dict[Po
         else:
             found[port] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return found
-
-
-def _shapes(layer: fx.GraphModule) -> dict[Port, tuple[tuple[int, ...], torch.dtype]]:
-    from moegraph.graph.program import ports
-
-    found: dict[Port, Tensor] = {}
-    layer_inputs = iter(ports(layer, "inputs"))
-    for node in layer.graph.nodes:
-        if node.op == "placeholder":
-            found[next(layer_inputs)] = node.meta["val"]
-        elif node.op == "get_attr":
-            found[Port("parameter", node.target)] = found[Port("buffer", node.target)] = node.meta["val"]
-        elif node.op == "output":
-            for port, value in zip(ports(layer, "outputs"), node.meta["val"], strict=True):
-                found[Port("tangent", port.name)] = value
-    return {port: (tuple(value.shape), value.dtype) for port, value in found.items()}
 
 
 def _batch_field(

@@ -7,7 +7,7 @@ Structural verifiers run on the way (`moegraph.verify.structure`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,8 @@ REFERENCE_TOLERANCE = 1e-5  # fp32 scalar against float64
 
 @dataclass(frozen=True)
 class PassVerdict:
-    """What was found about one pass. Differences are relative and the largest over all kinds of block."""
+    """What was found about one pass. Differences are relative and the largest over all kinds of block; `nodes` names
+    the rewritten nodes by kind of block, `rewritten` counts them."""
 
     name: str
     tier: str
@@ -41,6 +42,7 @@ class PassVerdict:
     note: str
     first_difference: str | None
     planted_found: bool | None
+    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,10 @@ def _verdict(previous: PassRecord, record: PassRecord, seed: int, plant: bool) -
     planted = all(seen) if seen else None
     ok = first is None and not problems and planted is not False
     note = "; ".join(problems) or _note(record)
-    return PassVerdict(record.name, record.tier, tolerance, record.count, worst[0], worst[1], ok, note, first, planted)
+    nodes = {kind: tuple(names) for kind, names in record.rewritten.items() if names}
+    return PassVerdict(
+        record.name, record.tier, tolerance, record.count, worst[0], worst[1], ok, note, first, planted, nodes
+    )
 
 
 def _planted(

@@ -38,6 +38,7 @@ def reduce_spec(spec: Spec) -> tuple[Spec, str]:
     window = data["model"]["attention"].get("window")
     if window is not None:
         shrink(window, "size", max(data["data"]["seq_len"] // 4, 1), "window")
+    del data["train"]["schedule"]  # no graph depends on it, and it need not fit steps that were cut short by --set
     tokens = data["data"]["seq_len"] * sequences * spec.layout.microbatches
     shrink(data["train"], "tokens_per_step", tokens, "tokens_per_step")
     data["layout"] = {"microbatches": spec.layout.microbatches}

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from moegraph.errors import CheckFailed
-from moegraph.graph.effects import is_communication, is_mutating
-from moegraph.graph.effects import lost_effects as _lost_effects
+from moegraph.graph.effects import is_communication, is_mutating, lost_effects
 from moegraph.graph.names import display_name, facts, target_name
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.graph.propagate import Propagator
@@ -224,7 +223,7 @@ def check_rewrite(before: Unit, after: Unit, made_by: str) -> None:
     if after.kind != before.kind or not after.graphs:
         raise CheckFailed(f"after {made_by}: {before.kind} came back as {after.kind} with {len(after.graphs)} graphs")
     problems = [
-        f"{name} has an effect and was removed" for name in _lost_effects(before.graphs.values(), after.graphs.values())
+        f"{name} has an effect and was removed" for name in lost_effects(before.graphs.values(), after.graphs.values())
     ]
     for name in before.graphs.keys() & after.graphs.keys():
         was, now = _output_types(before.graphs[name]), _output_types(after.graphs[name])
@@ -249,11 +248,6 @@ def _output_types(module: fx.GraphModule) -> dict[tuple[str, str], str]:
 def collective_order(module: fx.GraphModule) -> list[tuple[str, str]]:
     """The sequence of (operator, process group) that a rank issues; it must be the same on every rank of a group."""
     return [(target_name(node), str(node.args[-1])) for node in module.graph.nodes if is_communication(node)]
-
-
-def lost_effects(before: fx.GraphModule, after: fx.GraphModule) -> list[str]:
-    """Names of effectful nodes that a pass removed."""
-    return _lost_effects([before], [after])
 
 
 def _leaves(value: object) -> Iterator[object]:

@@ -54,6 +54,12 @@ class PassSwitch(Section):
     enabled: bool = True
 
 
+class FuseExpertsOptions(Section):
+    """Off unless asked for: the operators it puts in are measured on H200 only so far."""
+
+    enabled: bool = False
+
+
 class RecomputeOptions(Section):
     """`none` saves everything backward needs, `selective` saves matrix products and recomputes what is cheap between
     them, `full` saves only what must not be recomputed (the routing decision and the dispatched rows). `layers`
@@ -77,6 +83,7 @@ class Passes(Section):
 
     canonicalize: PassSwitch = Field(default_factory=PassSwitch)
     balance_losses: PassSwitch = Field(default_factory=PassSwitch, alias="balance-losses")
+    fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
     custom: dict[str, UserPassOptions] = Field(default_factory=dict)
 
@@ -151,6 +158,10 @@ class Train(Section):
     deterministic: bool = False
     log_every: Count = 1
     output_dir: Annotated[str, Field(min_length=1, max_length=4096)] = "runs/default"
+
+
+CORPUS_PREFIX = "corpus:"
+CORPORA = ("python-stdlib",)  # built into moegraph.data.corpora
 
 
 class Data(Section):

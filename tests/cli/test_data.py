@@ -42,7 +42,7 @@ def test_text_becomes_tokens_and_show_says_what_there_is(text: Path, moegraph: M
     [
         ("prepare", 2, "either inputs"),
         ("prepare text", 2, "output folder"),
-        ("prepare absent -o tokens", None, "absent"),
+        ("prepare absent -o tokens", 2, "absent"),
         ("prepare --corpus nothing -o tokens", 2, "python-stdlib"),
         ("prepare text -o tokens --validation-fraction 2", 2, "validation_fraction"),
         ("show text", 1, "moegraph data prepare"),

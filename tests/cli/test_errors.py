@@ -27,6 +27,9 @@ from .conftest import Moegraph
         ("inspect", "moegraph init"),
         ("train", "moegraph init"),
         ("inspect .", "no compiled directory"),
+        ("inspect presets/tiny.yaml --grep (", "not a regular expression"),
+        ("verify presets/tiny.yaml --seed -1", "--seed"),
+        ("verify presets/tiny.yaml --seed 9223372036854775808", "--seed"),
         ("inspect presets/tiny.yaml --set model", "--set section.key=value"),
     ],
 )
@@ -37,6 +40,17 @@ def test_a_wrong_call_ends_with_2_and_a_sentence(moegraph: Moegraph, here: Path,
     assert says in done.err
     assert "Traceback" not in done.err
     assert not list(here.iterdir())
+
+
+def test_an_empty_name_is_no_folder(moegraph: Moegraph, here: Path) -> None:
+    done = moegraph("train", "")
+    assert (done.status, "SPEC is empty" in done.err) == (2, True)
+
+
+def test_a_pass_file_that_leaves_is_not_taken_for_success(moegraph: Moegraph, here: Path) -> None:
+    Path("leaves.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    done = moegraph("inspect", "presets/tiny.yaml", "--pass-file", "leaves.py")
+    assert (done.status, "leaves.py fails when it is run: SystemExit: 0" in done.err) == (2, True)
 
 
 def test_a45_unknown_keys_are_named_with_place_and_suggestion(moegraph: Moegraph, here: Path) -> None:

@@ -64,6 +64,22 @@ def test_without_an_argument_the_directory_compiled_last_is_used(work: Path, moe
     assert "compiled/moegraph: the graphs after each of 6 passes" in done.err
 
 
+def test_what_was_compiled_with_overrides_is_trained_with_them(work: Path, moegraph: Moegraph) -> None:
+    """A run cut short, and a folder that only the person at the command line may name."""
+    spec = work / "moegraph.yaml"
+    warmed_up = spec.read_text(encoding="utf-8").replace("{kind: constant}", "{kind: constant, warmup: 2}")
+    spec.write_text(warmed_up, encoding="utf-8")
+    given = ["train.steps=1", f"train.output_dir={work / 'elsewhere'}"]
+    overrides = [part for override in given for part in ("--set", override)]
+    assert moegraph("compile", "-o", "mine", *overrides).status == 0
+    done = moegraph("train", "mine", "--json")
+    assert done.status == 0, done.err
+    assert (done.json["folder"], done.json["steps"]) == (str(work / "elsewhere"), 1)
+    shutil.copytree("mine", "from-elsewhere")
+    done = moegraph("train", "from-elsewhere")
+    assert (done.status, "is an absolute path" in done.err) == (2, True)
+
+
 def test_without_a_spec_here_too(work: Path, moegraph: Moegraph) -> None:
     (work / "moegraph.yaml").unlink()
     assert trained(moegraph("train"))

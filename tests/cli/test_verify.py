@@ -21,6 +21,9 @@ def test_every_pass_is_a_row_and_the_differences_are_zero(small: Path, moegraph:
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line}
     assert rows["balance-losses"][1:7] == ["exact", "0.0", "2", "0.0", "0.0", "found"]
     assert rows["split-backward"][-1] == "ok"
+    assert "rewritten by balance-losses in moe: moe.balance_loss, moe.z_loss\n" in done.out
+    found = {row["name"]: row["nodes"] for row in moegraph("verify", "--json").json["passes"]}
+    assert found["balance-losses"] == {"moe": ["moe.balance_loss", "moe.z_loss"]}
 
 
 def test_a_breach_ends_with_3_and_names_the_first_node(

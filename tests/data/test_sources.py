@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from moegraph.data.corpora import corpus_documents, python_stdlib, resolve_source
+from moegraph.data.corpora import CORPORA, corpus_documents, python_stdlib, resolve_source
 from moegraph.data.sources import read_documents
 from moegraph.errors import DataError
+from moegraph.specs.schema.run import CORPORA as CORPORA_OF_SPECS
 
 
 def texts_of(*paths: Path, field: str = "text") -> list[str]:
@@ -163,3 +164,7 @@ def test_a_source_folder_is_relative_to_the_base_and_must_be_prepared(tmp_path: 
 def test_a_source_that_no_path_can_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="NUL"):
         resolve_source("a\0b", tmp_path)
+
+
+def test_the_corpora_that_a_spec_may_name_are_those_that_exist() -> None:
+    assert set(CORPORA_OF_SPECS) == set(CORPORA)

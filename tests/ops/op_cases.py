@@ -55,6 +55,10 @@ def _sorted(dropped: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return ops.sort_by_expert(ids, E)
 
 
+def _experts(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *metadata: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.expert_ffn(x, *metadata, weight, up, down, top_k=K)
+
+
 def _attention(**options: Any) -> Callable[..., Any]:
     return partial(ops.attention, scale=0.7, **options)
 
@@ -107,18 +111,14 @@ CASES = [
     Case("gather_weights with tail", ops.gather_weights, ((T, K),), DROPPED),
     Case("grouped_mm", ops.grouped_mm, ((T * K, D), (E, F, D)), FULL[2:]),
     Case("grouped_mm with tail", ops.grouped_mm, ((T * K, D), (E, F, D)), DROPPED[2:]),
+    Case("expert_ffn", _experts, ((T, D), (T * K,), (E, 2 * F, D), (E, D, F)), FULL),
+    Case("expert_ffn with tail", _experts, ((T, D), (T * K,), (E, 2 * F, D), (E, D, F)), DROPPED),
     Case("expert_counts", lambda ids, mask: ops.expert_counts(ids, mask, E), (), (IDS, MASK), differentiable=False),
     Case("router_probabilities softmax", lambda x: ops.router_probabilities(x, "softmax"), ((T, E),)),
     Case("router_probabilities sigmoid", lambda x: ops.router_probabilities(x, "sigmoid"), ((T, E),)),
     Case("balance_sequence", _balance(ops.balance_sequence, score="sigmoid", sequences=5), ((T, E),), (IDS, MASK)),
     Case("balance_micro_batch", _balance(ops.balance_micro_batch, score="softmax", f_norm="k"), ((T, E),), (IDS, MASK)),
     Case("probability_sum", lambda x, mask: ops.probability_sum(x, mask, "softmax"), ((T, E),), (MASK,)),
-    Case(
-        "balance_from_sums",
-        lambda p, counts: ops.balance_from_sums(counts, p, 4, top_k=K),
-        ((E,),),
-        (torch.tensor([4, 0, 4]),),
-    ),
     Case("z_loss", ops.z_loss, ((T, E),), (MASK,)),
     Case("router_entropy", lambda x, m: ops.router_entropy(x, m, "softmax"), ((T, E),), (MASK,), differentiable=False),
     Case("token_mask", ops.token_mask, (), (DOCUMENTS,), differentiable=False),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from moegraph import ops
+from moegraph.specs.schema import Balance
+from moegraph.step.auxiliary import AuxiliaryRule
 
 B, S, E, K = 3, 8, 6, 2
 
@@ -83,10 +85,11 @@ def test_a13_global_loss_from_sums_equals_one_big_batch_and_differs_from_the_mea
     sums = sum(ops.probability_sum(part, None, "softmax") for part, _ in pairs)
     assert isinstance(counts, Tensor)
     assert isinstance(sums, Tensor)
-    pooled = ops.balance_from_sums(counts, sums, B * S, top_k=K)
+    rule = AuxiliaryRule(Balance(over="global_batch", coef=1.0), E, K, 1)
+    pooled, (tangent,) = rule.from_sums([counts], [sums], B * S, 1.0)
     torch.testing.assert_close(pooled, whole, rtol=1e-12, atol=0.0)
-    assert torch.equal(pooled, ops.balance_from_sums(counts, sums, torch.tensor(B * S), top_k=K))
-    torch.testing.assert_close(torch.autograd.grad(pooled, logits)[0], torch.autograd.grad(whole, logits)[0])
+    (gradient,) = torch.autograd.grad(sums, logits, tangent)
+    torch.testing.assert_close(gradient, torch.autograd.grad(whole, logits)[0])
     micro = torch.stack([ops.balance_micro_batch(*pair, None, score="softmax", top_k=K) for pair in pairs]).mean()
     assert not torch.isclose(micro, whole)
 
@@ -123,7 +126,7 @@ def test_a_batch_of_padding_only_costs_zero_with_finite_gradients() -> None:
     loss = (
         ops.balance_sequence(logits, ids, nothing, score="softmax", sequences=B, top_k=K)
         + ops.z_loss(logits, nothing)
-        + ops.balance_from_sums(torch.zeros(E), ops.probability_sum(logits, nothing, "softmax"), 0, top_k=K)
+        + ops.probability_sum(logits, nothing, "softmax").sum()
     )
     assert loss == 0
     assert torch.autograd.grad(loss, logits)[0].eq(0).all()

@@ -152,8 +152,9 @@ def test_combine_adds_in_slot_order_in_float32() -> None:
     ("device", "dtype", "n", "k", "backend"),
     [
         ("cpu", torch.bfloat16, 64, 64, "loop"),
-        ("cuda", torch.bfloat16, 64, 64, "_grouped_mm"),
-        ("cuda", torch.float32, 64, 64, "loop"),
+        ("cuda", torch.bfloat16, 64, 64, "triton"),
+        ("cuda", torch.float32, 64, 64, "triton"),
+        ("cuda", torch.float64, 64, 64, "loop"),
         ("cuda", torch.bfloat16, 60, 64, "loop"),
     ],
 )
@@ -162,6 +163,11 @@ def test_backend_of_grouped_mm_states_its_reason(device: str, dtype: torch.dtype
     assert chosen == backend
     assert reason
     assert ("waits for the device" in reason) == (device == "cuda" and backend == "loop")
+
+
+def test_a_chip_that_was_not_measured_keeps_torchs_grouped_kernel() -> None:
+    assert ops.grouped_mm_backend("cuda", torch.bfloat16, 64, 64, (10, 3))[0] == "_grouped_mm"
+    assert ops.grouped_mm_backend("cuda", torch.bfloat16, 64, 64, (8, 0))[0] == "loop"
 
 
 def test_grouped_kernel_of_cuda_is_called_by_its_schema() -> None:

@@ -82,7 +82,7 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
 def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     listed = {f.__name__ for f in ops.OPERATORS}
     gradients = {"attention_backward", "cross_entropy_backward", "embedding_wgrad", "gather_weights_backward"}
-    gradients |= {"grouped_mm_dgrad", "grouped_mm_wgrad"}
+    gradients |= {"grouped_mm_dgrad", "grouped_mm_wgrad", "expert_ffn_dgrad"}
     helpers = {"attention_backend", "grouped_mm_backend", "flops", "Facts"}
     constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE"}
     assert listed == set(ops.__all__) - gradients - helpers - constants

@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_the_reported_loss(over: str, layers: str) -> No
 
 @pytest.mark.parametrize("f_norm", ["1", "k"])
 def test_the_gradient_of_a_pooled_loss_is_that_of_the_reported_loss(f_norm: str) -> None:
-    _check_gradient(small_spec(balance(layers="pooled", coef=3.0, f_norm=f_norm)))
+    _check_gradient(small_spec(balance(over="micro_batch", layers="pooled", coef=3.0, f_norm=f_norm)))
 
 
 def _check_gradient(spec: object) -> None:

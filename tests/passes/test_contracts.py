@@ -14,7 +14,7 @@ from moegraph.passes.pipeline import order_passes, passes_for
 from tests.passes.user_passes import pass_class, restored_registry
 from tests.small_models import small_spec
 
-BUILT_IN = ["canonicalize", "balance-losses", "recompute", "split-backward"]
+BUILT_IN = ["canonicalize", "balance-losses", "fuse-experts", "recompute", "split-backward"]
 
 
 def made(name: str, level: str = "layer", **declared: Any) -> Pass:
@@ -27,7 +27,7 @@ def ordered(*passes: Pass, after: dict[str, str] | None = None) -> list[str]:
 
 def test_the_built_in_passes_run_in_the_documented_order() -> None:
     assert registry.names() == BUILT_IN
-    assert [p.name for p in passes_for(small_spec())] == BUILT_IN
+    assert [p.name for p in passes_for(small_spec("passes.fuse-experts.enabled=true"))] == BUILT_IN
 
 
 def test_layer_passes_come_before_step_passes_and_registration_breaks_ties() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from moegraph.compiled import compile
 from moegraph.errors import SpecError
 from moegraph.runtime.parameter_groups import GroupValues, parameter_groups
 from moegraph.specs.schema import ParameterGroup as Rule
 from tests.runtime.parameters import parameters
+from tests.small_models import small_spec
 
 MODEL = parameters()
 
@@ -60,3 +62,11 @@ def test_what_is_suggested_does_match(pattern: str) -> None:
 def test_a_rule_for_a_buffer_says_that_the_optimizer_does_not_move_it() -> None:
     with pytest.raises(SpecError, match=r"layers\.0\.moe\.select_bias is moved by its own rule"):
         parameter_groups(MODEL, (Rule(match="*select_bias"),), 0.1)
+
+
+def test_compile_refuses_it_too_before_any_pass_runs() -> None:
+    seen: list[str] = []
+    spec = small_spec('train.optimizer.groups=[{match: "*.nrom.*", weight_decay: 0}]')
+    with pytest.raises(SpecError, match="matches no trained parameter"):
+        compile(spec, progress=seen.append)
+    assert not seen

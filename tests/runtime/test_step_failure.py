@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moegraph.errors import RunError
+from moegraph import ops
+from moegraph.compiled import Compiled
+from moegraph.errors import CheckFailed, RunError, UsageError
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.program import Unit
+from moegraph.lowering import lower
+from moegraph.passes import PassContext
+from moegraph.passes.pipeline import order_passes, passes_for, run_pipeline
 from moegraph.runtime.run_log import read_records
 from moegraph.runtime.trainer import Trainer
+from tests.passes.user_passes import pass_class
 
 from .small_runs import run_spec, trainer
 
@@ -66,3 +74,25 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is(tokens: Path, 
     with pytest.raises(RunError, match="step 1: grad_norm is inf"):
         one.run()
     assert same(snapshot(one), before)
+
+
+def test_a_value_of_another_dtype_than_the_graph_was_traced_for_is_refused_by_name(
+    tokens: Path, tmp_path: Path
+) -> None:
+    one = trainer(run_spec(tmp_path, "train.steps=1"), tokens)
+    one.state.values["embedding.weight"] = one.state.values["embedding.weight"].float()
+    with pytest.raises(CheckFailed, match=r"embedding/\w+: input weight is f32\[.*\], the graph wants f64\["):
+        one.run()
+
+
+def test_an_auxiliary_loss_that_nothing_weighs_is_refused_before_the_first_step(tokens: Path, tmp_path: Path) -> None:
+    def add_loss(rewriter: Rewriter, unit: Unit, context: PassContext) -> None:
+        for logits in rewriter.find(ops.router_logits):
+            loss = rewriter.call_before(rewriter.output_node(), "moe.mine", ops.z_loss, logits, None)
+            rewriter.set_output("auxiliary", "mine", loss)
+
+    spec = run_spec(tmp_path, "train.steps=1")
+    passes = order_passes([*passes_for(spec), pass_class("add-loss", apply=add_loss)()])
+    compiled = Compiled(spec, run_pipeline(lower(spec), passes))
+    with pytest.raises(UsageError, match="moe returns the auxiliary loss 'mine', which has no coefficient"):
+        trainer(spec, tokens, compiled)

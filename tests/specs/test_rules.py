@@ -22,6 +22,7 @@ PIPELINE = ["layout.pp=2", "layout.microbatches=4"]
 GROUPS = "model.moe.router.groups"
 
 REFUSED = [
+    (["data.source=corpus:nope"], "data.source", "no built-in corpus 'nope'", "corpus:python-stdlib, or a folder"),
     # (overrides, path, part of the message, allowed)
     (["model.moe.top_k=9"], "model.moe.top_k", "top_k 9 is more than num_experts 8", "1 to 8"),
     ([f"{GROUPS}={{n: 3, keep: 1}}"], f"{GROUPS}.n", "num_experts 8 is not divisible by 3 groups", "1, 2, 4, 8"),
@@ -87,6 +88,24 @@ REFUSED = [
         "model.attention.rope.fraction",
         "8 × rope.fraction 0.4 = 3.2",
         "rope.fraction 0.25, 0.5, 1",
+    ),
+    (
+        ["model.moe.balance={over: sequence, layers: pooled, coef: 0.1}"],
+        "model.moe.balance.layers",
+        "over sequence takes each sequence by itself",
+        "sum, mean",
+    ),
+    (
+        ["passes.recompute={policy: full, layers: []}"],
+        "passes.recompute.layers",
+        "names no layers, so that policy full has no effect",
+        None,
+    ),
+    (
+        ["model.attention.window={size: 8, pattern: GGGGL}"],
+        "model.attention.window.pattern",
+        "the pattern has no L among the first 4",
+        None,
     ),
     (["model.attention.window={size: 8, pattern: GG}"], "model.attention.window.pattern", "the pattern has no L", None),
     (["model.moe=null"], "model", "has neither `moe` nor `dense`", None),

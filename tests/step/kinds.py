@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "only dense": ("model.moe=null", "model.dense.layers=all"),
     "balance by micro-batch": (f"{B}={{over: micro_batch, coef: 0.5, f_norm: k, layers: mean}}",),
     "balance over the global batch": (f"{B}={{over: global_batch, coef: 0.5, z_coef: 0.1}}",),
-    "balance pooled": (f"{B}={{layers: pooled, coef: 0.5}}", "precision.compute=bf16"),
+    "balance pooled": (f"{B}={{over: micro_batch, layers: pooled, coef: 0.5}}", "precision.compute=bf16"),
     "only a z loss": (f"{B}={{z_coef: 0.1}}",),
     "full recompute": ("passes.recompute.policy=full",),
     "selective recompute": ("passes.recompute.policy=selective", "precision.compute=bf16"),

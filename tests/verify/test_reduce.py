@@ -132,6 +132,11 @@ def test_what_is_small_already_is_left_alone() -> None:
     assert small.model == spec.model
 
 
+def test_steps_cut_short_from_the_command_line_need_not_fit_the_schedule() -> None:
+    small, _ = reduce_spec(load_spec("presets/tiny.yaml", ["train.steps=5"]))
+    assert small.train.steps == 5
+
+
 def random_overrides(seed: int) -> list[str]:
     """Overrides drawn from everything that interacts with a size; not every draw is a valid spec."""
     pick = random.Random(seed)

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from moegraph import ops
 from moegraph.errors import CheckFailed
 from moegraph.graph.edit import Rewriter, clone
+from moegraph.graph.effects import lost_effects
 from moegraph.graph.program import Port, Unit
 from moegraph.graph.propagate import propagate
 from moegraph.passes.pipeline import TRACE, run_pipeline
@@ -26,7 +27,6 @@ from moegraph.verify.structure import (
     check_rewrite,
     check_unit,
     collective_order,
-    lost_effects,
 )
 from tests.passes.user_passes import pass_class
 from tests.step.kinds import CASES, compiled_case
@@ -325,7 +325,7 @@ def with_collectives(names: tuple[str, ...]) -> fx.GraphModule:
 def test_a36_a_lost_collective_is_found() -> None:
     before, after = with_collectives(("0", "1")), with_collectives(("1",))
     assert check_graph(before) == []
-    assert lost_effects(before, after) == ["reduce.0"]
+    assert lost_effects([before], [after]) == ["reduce.0"]
     unit = compiled_case("plain").record("lower").program.units["moe"]
     with pytest.raises(CheckFailed, match=r"after mine: moe: reduce\.0 has an effect and was removed"):
         check_rewrite(unit.with_graphs({"layer": before}), unit.with_graphs({"layer": after}), "mine")

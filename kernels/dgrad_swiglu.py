@@ -1,0 +1,180 @@
+"""The gradient of the down projection, with that of SwiGLU and of the router weight in its epilogue (B1).
+
+g [R, D] are the rows of the output's gradient, z [R, 2F] = [gate | up] the saved pre-activation, s [R] the router
+weight of a row, W2 [E, D, F]. With da = g · W2 and a = silu(gate) · up:
+
+    ds = Σ_f da · a                 the router weight's gradient needs no saved output (SonicMoE, arXiv 2512.14080)
+    dz = s · da · swiglu'(z)        [R, 2F]
+    a_s = s · a                     [R, F], what the weight gradient of W2 is made with
+
+`a` is computed again from z, so nothing but z is saved. Each column tile writes its part of ds to a column of its own;
+the caller adds them: no atomics. Rows past the last offset are written as zeros.
+
+Legend: R rows, D model width, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, store_half, store_rows, tile_of
+from moegraph.kernels.tiles import Schedule, tile_schedule
+
+
+@triton.jit
+def _slice(acc, s, source, begin, size, row, col, z_desc, dz_desc, act_desc, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The epilogue of COLS columns; returns their part of ds [ROWS]."""
+    gate = z_desc.load([source, 0, col]).reshape(ROWS, COLS).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    up = z_desc.load([source, 1, col]).reshape(ROWS, COLS).to(tl.float32)
+    act = silu * up
+    ds = tl.sum(acc * act, 1)
+    store_rows(act_desc, begin, size, row, col, (act * s).to(act_desc.dtype), ROWS, COLS)
+    da = acc * s
+    store_half(dz_desc, begin, size, row, 1, col, (da * silu).to(dz_desc.dtype), ROWS, COLS)
+    dgate = da * (up * sigmoid + act * (1.0 - sigmoid))
+    store_half(dz_desc, begin, size, row, 0, col, dgate.to(dz_desc.dtype), ROWS, COLS)
+    return ds
+
+
+@triton.jit
+def dgrad_swiglu_kernel(
+    grad_desc,
+    weight_desc,
+    z_desc,
+    dz_desc,
+    act_desc,
+    scale_ptr,
+    ds_ptr,
+    offsets_ptr,
+    expert_ptr,
+    first_ptr,
+    count_ptr,
+    num_rows,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The epilogue works on PARTS slices of the tile, so that it fits in registers."""
+    num_n: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    COLS: tl.constexpr = BLOCK_N // PARTS
+    num_m = tl.load(count_ptr)
+    for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        pm, pn = tile_of(t, num_m, num_n, GROUP_M)
+        e = tl.load(expert_ptr + pm)
+        first = tl.load(first_ptr + pm)
+        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
+        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        which = tl.minimum(e, E - 1)
+        real = e < E
+        # Rows that do not exist may hold NaN: past the end of a tensor a load gives zeros instead.
+        source = tl.where(real, first, num_rows)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, D, BLOCK_K):
+            g = grad_desc.load([source, k])
+            w = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(g, w, acc, input_precision=PRECISION)
+        r = first + tl.arange(0, BLOCK_M)
+        s = tl.load(scale_ptr + r, mask=(r < last) & real, other=0.0)[:, None]
+        row = first - begin
+        size = last - begin
+        c = pn * BLOCK_N
+        if PARTS == 1:
+            ds = _slice(acc, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+        elif PARTS == 2:
+            a0, a1 = tl.split(acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
+            ds = _slice(a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds += _slice(a1, s, source, begin, size, row, c + COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+        else:
+            left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+            a0, a1 = tl.split(left.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
+            ds = _slice(a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds += _slice(a1, s, source, begin, size, row, c + COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            a2, a3 = tl.split(right.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
+            ds += _slice(a2, s, source, begin, size, row, c + 2 * COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds += _slice(a3, s, source, begin, size, row, c + 3 * COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+        tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
+
+
+def dgrad_swiglu_launch(
+    grad: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    dz: Tensor,
+    act: Tensor,
+    ds_parts: Tensor,
+    *,
+    config: Config,
+    schedule: Schedule | None = None,
+) -> Launch:
+    """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32."""
+    num_experts, d, f = weight.shape
+    c = config
+    schedule = schedule or tile_schedule(offsets, grad.shape[0], c.block_m)
+    cols = c.block_n // c.parts
+    programs = persistent_programs(grad.device)
+    arguments = {
+        "grad_desc": TensorDescriptor.from_tensor(grad, [c.block_m, c.block_k]),
+        "weight_desc": TensorDescriptor.from_tensor(weight, [1, c.block_k, c.block_n]),
+        "z_desc": TensorDescriptor.from_tensor(z.view(-1, 2, f), [c.block_m, 1, cols]),
+        "dz_desc": create_ragged_descriptor(dz.view(-1, 2, f), [c.block_m, 1, cols]),
+        "act_desc": create_ragged_descriptor(act, [c.block_m, cols]),
+        "scale_ptr": row_weight,
+        "ds_ptr": ds_parts,
+        "offsets_ptr": offsets,
+        "expert_ptr": schedule.expert,
+        "first_ptr": schedule.first,
+        "count_ptr": schedule.num_tiles,
+        "num_rows": grad.shape[0],
+    }
+    constants = {
+        "E": num_experts,
+        "F": f,
+        "D": d,
+        "PROGRAMS": programs,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "PARTS": c.parts,
+        "FLATTEN": c.flatten,
+        "PRECISION": dot_precision(grad.dtype),
+    }
+    return Launch(dgrad_swiglu_kernel, (programs,), arguments, constants, c)
+
+
+def dgrad_swiglu(
+    grad: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad [R, D], weight [E, D, F], z [R, 2F], row_weight [R] fp32 → (dz [R, 2F], a_s [R, F], ds [R] fp32)."""
+    rows, f = grad.shape[0], weight.shape[2]
+    c = config or default_config("dgrad_swiglu", grad.dtype, f, weight.shape[1])
+    dz, act = grad.new_empty(rows, 2 * f), grad.new_empty(rows, f)
+    parts = grad.new_empty(rows, triton.cdiv(f, c.block_n), dtype=torch.float32)
+    if dz.numel():
+        dgrad_swiglu_launch(grad, weight, z, row_weight, offsets, dz, act, parts, config=c, schedule=schedule).run()
+    return dz, act, parts.sum(1)

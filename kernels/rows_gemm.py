@@ -1,0 +1,139 @@
+"""Grouped product over ragged rows, persistent over a device-side schedule.
+
+    forward          W [E, N, K]   out [R, N] = rows [R, K] · W[e(r)]ᵀ     (optionally times a weight per row)
+    input gradient   W [E, N, K]   out [R, K] = rows [R, N] · W[e(r)]      (`transposed`)
+
+bf16 with fp32 accumulation, fp32 in full precision. Group sizes are free, zero included; rows past the last offset are
+written as zeros and what they hold does not matter. Rows must have strides of a multiple of 16 bytes.
+
+Legend: R rows, E experts, N and K the sizes of a weight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, tile_of
+from moegraph.kernels.tiles import Schedule, tile_schedule
+
+
+@triton.jit
+def rows_gemm_kernel(
+    rows_desc,
+    weight_desc,
+    out_ptr,
+    scale_ptr,
+    offsets_ptr,
+    expert_ptr,
+    first_ptr,
+    count_ptr,
+    num_rows,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """N columns of the output, contraction over K."""
+    num_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_m = tl.load(count_ptr)
+    for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        pm, pn = tile_of(t, num_m, num_n, GROUP_M)
+        e = tl.load(expert_ptr + pm)
+        first = tl.load(first_ptr + pm)
+        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
+        which = tl.minimum(e, E - 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = rows_desc.load([first, k])
+            if TRANSPOSED:
+                b = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                b = weight_desc.load([which, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        r = first + tl.arange(0, BLOCK_M)
+        live = r < last
+        if SCALE:
+            acc = acc * tl.load(scale_ptr + r, mask=live, other=0.0)[:, None]
+        acc = tl.where(e < E, acc, 0.0)  # selected, not multiplied: rows past the last offset may hold NaN
+        col = pn * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        to = out_ptr + r.to(tl.int64)[:, None] * N + col
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (col < N))
+
+
+def grouped_mm_launch(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool = False,
+    row_weight: Tensor | None = None,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> Launch:
+    """The launch that writes `out` [R, N] ([R, K] if `transposed`); `row_weight` [R] is fp32."""
+    num_experts, weight_n, weight_k = weight.shape
+    n, k = (weight_k, weight_n) if transposed else (weight_n, weight_k)
+    c = config or default_config("rows_gemm", rows.dtype, n, k)
+    schedule = schedule or tile_schedule(offsets, rows.shape[0], c.block_m)
+    weight_block = [1, c.block_k, c.block_n] if transposed else [1, c.block_n, c.block_k]
+    programs = persistent_programs(rows.device)
+    arguments = {
+        "rows_desc": TensorDescriptor.from_tensor(rows, [c.block_m, c.block_k]),
+        "weight_desc": TensorDescriptor.from_tensor(weight, weight_block),
+        "out_ptr": out,
+        "scale_ptr": row_weight if row_weight is not None else out,
+        "offsets_ptr": offsets,
+        "expert_ptr": schedule.expert,
+        "first_ptr": schedule.first,
+        "count_ptr": schedule.num_tiles,
+        "num_rows": rows.shape[0],
+    }
+    constants = {
+        "E": num_experts,
+        "N": n,
+        "K": k,
+        "PROGRAMS": programs,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "TRANSPOSED": transposed,
+        "SCALE": row_weight is not None,
+        "FLATTEN": c.flatten,
+        "PRECISION": dot_precision(rows.dtype),
+    }
+    return Launch(rows_gemm_kernel, (programs,), arguments, constants, c)
+
+
+def grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    transposed: bool = False,
+    row_weight: Tensor | None = None,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """rows [R, K] · weight [E, N, K] → [R, N]; `transposed`: rows [R, N] → [R, K].
+
+    `row_weight` [R] fp32 scales the rows of the result."""
+    out = rows.new_empty(rows.shape[0], weight.shape[2] if transposed else weight.shape[1])
+    if out.numel():
+        grouped_mm_launch(
+            rows, weight, offsets, out, transposed=transposed, row_weight=row_weight, config=config, schedule=schedule
+        ).run()
+    return out

@@ -1,0 +1,145 @@
+"""The up projection of the experts with the gather in its loads and SwiGLU in its epilogue (F1).
+
+    z[r] = x[token[r]] · W[e(r)]ᵀ        z [R, 2F] = [gate | up], the pre-activation that backward needs
+    a[r] = silu(gate) · up               a [R, F]
+
+One tensor-map load brings the gate rows and the up rows of a tile side by side (the weight seen as [E, 2, F, D]), so
+both halves of an output are in one accumulator and the split costs nothing. `a` is computed from z as stored.
+Rows past the last offset are written as zeros.
+
+Legend: T tokens, D model width, F expert width, E experts, R rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, store_half, store_rows, tile_of
+from moegraph.kernels.tiles import Schedule, tile_schedule
+
+
+@triton.jit
+def up_swiglu_kernel(
+    x_ptr,
+    token_ptr,
+    weight_desc,
+    z_desc,
+    act_desc,
+    offsets_ptr,
+    expert_ptr,
+    first_ptr,
+    count_ptr,
+    num_rows,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BLOCK_N counts gate and up columns together."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    num_n: tl.constexpr = (F + HALF - 1) // HALF
+    num_m = tl.load(count_ptr)
+    for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        pm, pn = tile_of(t, num_m, num_n, GROUP_M)
+        e = tl.load(expert_ptr + pm)
+        first = tl.load(first_ptr + pm)
+        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
+        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        which = tl.minimum(e, E - 1)
+        r = first + tl.arange(0, BLOCK_M)
+        token = tl.load(token_ptr + r, mask=(r < last) & (e < E), other=0).to(tl.int64)
+        cols = tl.arange(0, BLOCK_K)
+        x = x_ptr + token[:, None] * D + cols[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, D, BLOCK_K):
+            if D % BLOCK_K == 0:
+                a = tl.load(x + k)
+            else:
+                a = tl.load(x + k, mask=(k + cols < D)[None, :], other=0.0)
+            b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.where(e < E, acc, 0.0)
+        gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+        gate = gate.to(z_desc.dtype)
+        up = up.to(z_desc.dtype)
+        row = first - begin
+        size = last - begin
+        store_half(z_desc, begin, size, row, 0, pn * HALF, gate, BLOCK_M, HALF)
+        g = gate.to(tl.float32)
+        act = g / (1.0 + tl.exp(-g)) * up.to(tl.float32)
+        store_rows(act_desc, begin, size, row, pn * HALF, act.to(act_desc.dtype), BLOCK_M, HALF)
+        store_half(z_desc, begin, size, row, 1, pn * HALF, up, BLOCK_M, HALF)
+
+
+def up_swiglu_launch(
+    x: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    z: Tensor,
+    act: Tensor,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> Launch:
+    """The launch that writes `z` [R, 2F] and `act` [R, F]."""
+    num_experts, two_f, d = weight.shape
+    f = two_f // 2
+    c = config or default_config("up_swiglu", x.dtype, f, d)
+    schedule = schedule or tile_schedule(offsets, token.shape[0], c.block_m)
+    half = c.block_n // 2
+    programs = persistent_programs(x.device)
+    halves = TensorDescriptor(weight, [num_experts, 2, f, d], [two_f * d, f * d, d, 1], [1, 2, half, c.block_k])
+    arguments = {
+        "x_ptr": x,
+        "token_ptr": token,
+        "weight_desc": halves,
+        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half]),
+        "act_desc": create_ragged_descriptor(act, [c.block_m, half]),
+        "offsets_ptr": offsets,
+        "expert_ptr": schedule.expert,
+        "first_ptr": schedule.first,
+        "count_ptr": schedule.num_tiles,
+        "num_rows": token.shape[0],
+    }
+    constants = {
+        "E": num_experts,
+        "F": f,
+        "D": d,
+        "PROGRAMS": programs,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "FLATTEN": c.flatten,
+        "PRECISION": dot_precision(x.dtype),
+    }
+    return Launch(up_swiglu_kernel, (programs,), arguments, constants, c)
+
+
+def up_swiglu(
+    x: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x [T, D], token [R] int32 (the row's source), weight [E, 2F, D] → (z [R, 2F], a [R, F])."""
+    rows, f = token.shape[0], weight.shape[1] // 2
+    z, act = x.new_empty(rows, 2 * f), x.new_empty(rows, f)
+    if z.numel():
+        up_swiglu_launch(x, token, weight, offsets, z, act, config=config, schedule=schedule).run()
+    return z, act

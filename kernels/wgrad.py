@@ -1,0 +1,101 @@
+"""Weight gradient of a grouped product: dW[e] = Gᵀ · X over the rows of expert e, a contraction over ragged rows.
+
+G [R, N], X [R, K] → dW [E, N, K]. Ragged descriptors give zeros past an expert's rows, so neither a neighbour's rows
+nor what lies past the last offset enters, NaN included. An expert without rows gets zeros: every element is written.
+With `accumulate` the product is added to what dW holds (an fp32 gradient buffer).
+
+Legend: R rows, E experts, N and K the sizes of a weight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+
+from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, tile_of
+
+
+@triton.jit
+def wgrad_kernel(
+    grad_desc,
+    rows_desc,
+    out_ptr,
+    offsets_ptr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Tiles of BLOCK_M × BLOCK_N of dW, expert by expert; BLOCK_K rows per step."""
+    num_m: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
+    num_n: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
+    for t in tl.range(tl.program_id(0), E * num_m * num_n, PROGRAMS):
+        e = t // (num_m * num_n)
+        pm, pn = tile_of(t % (num_m * num_n), num_m, num_n, GROUP_M)
+        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        size = tl.load(offsets_ptr + e) - begin
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in range(0, tl.cdiv(size, BLOCK_K)):
+            g = load_ragged(grad_desc, begin, size, [i * BLOCK_K, pm * BLOCK_M])
+            x = load_ragged(rows_desc, begin, size, [i * BLOCK_K, pn * BLOCK_N])
+            acc = tl.dot(g.T, x, acc, input_precision=PRECISION)
+        rm = pm * BLOCK_M + tl.arange(0, BLOCK_M)
+        rn = pn * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (rm < N)[:, None] & (rn < K)[None, :]
+        to = out_ptr + e.to(tl.int64) * N * K + rm.to(tl.int64)[:, None] * K + rn[None, :]
+        if ACCUMULATE:
+            acc += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def wgrad_launch(
+    grad: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, *, accumulate: bool = False, config: Config | None = None
+) -> Launch:
+    """The launch that writes, or adds to, `out` [E, N, K]."""
+    n, k = grad.shape[1], rows.shape[1]
+    c = config or default_config("wgrad", grad.dtype, n, k)
+    programs = persistent_programs(grad.device)
+    arguments = {
+        "grad_desc": create_ragged_descriptor(grad, [c.block_k, c.block_m]),
+        "rows_desc": create_ragged_descriptor(rows, [c.block_k, c.block_n]),
+        "out_ptr": out,
+        "offsets_ptr": offsets,
+    }
+    constants = {
+        "E": offsets.shape[0],
+        "N": n,
+        "K": k,
+        "PROGRAMS": programs,
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP_M": c.group_m,
+        "ACCUMULATE": accumulate,
+        "PRECISION": dot_precision(grad.dtype),
+    }
+    return Launch(wgrad_kernel, (programs,), arguments, constants, c)
+
+
+def wgrad(grad: Tensor, rows: Tensor, offsets: Tensor, *, config: Config | None = None) -> Tensor:
+    """grad [R, N], rows [R, K] → dW [E, N, K] in their dtype."""
+    out = grad.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
+    if grad.shape[0] == 0:
+        return out.zero_()
+    if out.numel():
+        wgrad_launch(grad, rows, offsets, out, config=config).run()
+    return out
+
+
+def wgrad_accumulate(grad: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, *, config: Config | None = None) -> None:
+    """Adds the weight gradient to `out` [E, N, K], of any float dtype (an fp32 gradient buffer)."""
+    if grad.shape[0] and out.numel():
+        wgrad_launch(grad, rows, offsets, out, accumulate=True, config=config).run()

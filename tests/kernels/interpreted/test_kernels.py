@@ -1,0 +1,140 @@
+"""Kernels against float64 references, in fp32, over group sizes 0, 1, one less and one more than a tile, all in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moegraph.kernels import dgrad_swiglu, move_rows, rows_gemm, up_swiglu, wgrad
+from moegraph.kernels.config import Config
+from moegraph.kernels.tiles import tile_schedule, tile_schedule_reference
+from tests.kernels.cases import Ragged, ragged, relative_error, routed
+
+SMALL = Config(16, 32, 16, num_warps=4, num_stages=2)
+SIZES = [(0, 1, 15, 16, 17), (33, 0, 0, 0), (5,), (0, 0), (7, 40, 2)]
+CASES = [pytest.param(ragged(s, tail), id=f"{s}+{tail}") for s in SIZES for tail in (0, 9) if sum(s) + tail]
+# Widths that are whole tiles, and widths that are not.
+WIDTHS = [(32, 32), (48, 40), (24, 72)]
+
+
+def grouped(rows: Tensor, weight: Tensor, case: Ragged) -> Tensor:
+    """float64: every row times the matrix of its expert, zero for rows that do not exist."""
+    out = torch.zeros(case.rows, weight.shape[1], dtype=torch.float64)
+    for r, e in enumerate(case.expert_of_row.tolist()):
+        out[r] = weight[e].double() @ rows[r].double()
+    return out
+
+
+def poisoned(rows: Tensor, case: Ragged) -> Tensor:
+    """Rows past the last offset hold NaN: they must not be felt."""
+    rows = rows.clone()
+    rows[case.rows - case.tail :] = float("nan")
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block_m", [16, 32])
+def test_the_schedule_is_that_of_the_reference(case: Ragged, block_m: int) -> None:
+    have = tile_schedule(case.offsets, case.rows, block_m)
+    for a, b in zip(have, tile_schedule_reference(case.offsets, case.rows, block_m), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("k", "n"), WIDTHS)
+def test_products_over_ragged_rows_and_their_input_gradients(case: Ragged, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(len(case.sizes), n, k)
+    rows, grad, scale = torch.randn(case.rows, k), torch.randn(case.rows, n), torch.rand(case.rows)
+    have = rows_gemm.grouped_mm(poisoned(rows, case), weight, case.offsets, row_weight=scale, config=SMALL)
+    assert relative_error(have, grouped(rows, weight, case) * scale.double()[:, None]) < 1e-6
+    have = rows_gemm.grouped_mm(poisoned(grad, case), weight, case.offsets, transposed=True, config=SMALL)
+    assert relative_error(have, grouped(grad, weight.transpose(1, 2), case)) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("k", "n"), WIDTHS)
+def test_weight_gradients_and_what_they_are_added_to(case: Ragged, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    rows, grad = torch.randn(case.rows, k), torch.randn(case.rows, n)
+    want = torch.zeros(len(case.sizes), n, k, dtype=torch.float64)
+    for r, e in enumerate(case.expert_of_row.tolist()):
+        want[e] += torch.outer(grad[r].double(), rows[r].double())
+    have = wgrad.wgrad(poisoned(grad, case), poisoned(rows, case), case.offsets, config=SMALL)
+    assert relative_error(have, want) < 1e-6
+    assert all((have[e] == 0).all() for e, size in enumerate(case.sizes) if size == 0)
+    total = torch.randn_like(have)
+    expected = total.double() + want
+    wgrad.wgrad_accumulate(grad, rows, case.offsets, total, config=SMALL)
+    assert relative_error(total, expected) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("d", "f"), WIDTHS)
+def test_the_gathered_up_projection_with_swiglu(case: Ragged, d: int, f: int) -> None:
+    torch.manual_seed(0)
+    tokens = 6
+    x, weight = torch.randn(tokens, d), torch.randn(len(case.sizes), 2 * f, d)
+    token = torch.randint(0, tokens, (case.rows,), dtype=torch.int32)
+    z, act = up_swiglu.up_swiglu(x, token, weight, case.offsets, config=SMALL)
+    want = grouped(x[token.long()], weight, case)
+    assert relative_error(z, want) < 1e-6
+    assert relative_error(act, torch.nn.functional.silu(want[:, :f]) * want[:, f:]) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("d", "f"), WIDTHS)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_the_gradient_through_down_swiglu_and_router_weight(case: Ragged, d: int, f: int, parts: int) -> None:
+    torch.manual_seed(0)
+    config = Config(16, 64, 16, num_warps=4, num_stages=2, parts=parts)
+    weight, grad = torch.randn(len(case.sizes), d, f), torch.randn(case.rows, d)
+    z, scale = torch.randn(case.rows, 2 * f), torch.rand(case.rows)
+    zz, ss = z.double().requires_grad_(), scale.double().requires_grad_()
+    act = torch.nn.functional.silu(zz[:, :f]) * zz[:, f:]
+    real = torch.arange(case.rows) < case.rows - case.tail
+    out = torch.zeros(case.rows, d, dtype=torch.float64)
+    for r, e in enumerate(case.expert_of_row.tolist()):
+        out[r] = ss[r] * (weight[e].double() @ act[r])
+    if case.expert_of_row.numel():
+        out.backward(grad.double())
+    want_dz = torch.zeros_like(zz) if zz.grad is None else zz.grad
+    want_ds = torch.zeros_like(ss) if ss.grad is None else ss.grad
+    dz, scaled, ds = dgrad_swiglu.dgrad_swiglu(
+        poisoned(grad, case), weight, poisoned(z, case), scale, case.offsets, config=config
+    )
+    assert relative_error(dz, want_dz) < 1e-6
+    assert relative_error(ds, want_ds) < 1e-5
+    assert relative_error(scaled, (act * ss[:, None]).detach() * real[:, None]) < 1e-6
+
+
+@pytest.mark.parametrize("width", [32, 40, 1100])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_permute_and_combine_move_rows_bit_for_bit(width: int, top_k: int) -> None:
+    order, inverse, offsets = routed(21, 5, top_k)
+    x = torch.randn(21, width)
+    rows = move_rows.permute(x, order, offsets, top_k)
+    assert torch.equal(rows, x[order.long() // top_k])
+    total = torch.zeros(21, width)
+    for j in range(top_k):
+        total += rows[inverse.view(-1, top_k)[:, j].long()]
+    assert torch.equal(move_rows.combine(rows, inverse, offsets, top_k), total)
+
+
+def test_permute_writes_zeros_and_combine_skips_rows_past_the_last_offset() -> None:
+    order, inverse, offsets = routed(10, 4, 2)
+    offsets = offsets.clamp(max=13)
+    rows = move_rows.permute(torch.randn(10, 8), order, offsets, 2)
+    assert (rows[13:] == 0).all()
+    poisoned_rows = rows.clone()
+    poisoned_rows[13:] = float("nan")
+    assert torch.equal(
+        move_rows.combine(poisoned_rows, inverse, offsets, 2), move_rows.combine(rows, inverse, offsets, 2)
+    )
+
+
+def test_no_tokens_give_empty_rows_and_zero_weight_gradients() -> None:
+    offsets = torch.zeros(3, dtype=torch.int32)
+    assert rows_gemm.grouped_mm(torch.empty(0, 16), torch.randn(3, 16, 16), offsets).shape == (0, 16)
+    assert (wgrad.wgrad(torch.empty(0, 16), torch.empty(0, 16), offsets) == 0).all()
