@@ -30,7 +30,7 @@ from moegraph.specs.schema import Spec
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A whole training step: milliseconds (median, least), tokens per second, 10¹² operations per second, peak bytes."""
+    """A whole training step: milliseconds (median and least), tokens and 10¹² operations per second, peak bytes."""
 
     device: str
     parameters: int
