@@ -23,7 +23,15 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.config import Config, default_config
-from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, store_half, store_rows, tile_of
+from moegraph.kernels.launch import (
+    Launch,
+    persistent_programs,
+    schedule_arguments,
+    store_half,
+    store_rows,
+    tile_constants,
+    tile_of,
+)
 from moegraph.kernels.tiles import Schedule, tile_schedule
 
 
@@ -138,24 +146,15 @@ def dgrad_swiglu_launch(
         "act_desc": create_ragged_descriptor(act, [c.block_m, cols]),
         "scale_ptr": row_weight,
         "ds_ptr": ds_parts,
-        "offsets_ptr": offsets,
-        "expert_ptr": schedule.expert,
-        "first_ptr": schedule.first,
-        "count_ptr": schedule.num_tiles,
-        "num_rows": grad.shape[0],
+        **schedule_arguments(offsets, schedule, grad.shape[0]),
     }
     constants = {
         "E": num_experts,
         "F": f,
         "D": d,
-        "PROGRAMS": programs,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
+        **tile_constants(c, programs, grad.dtype),
         "PARTS": c.parts,
         "FLATTEN": c.flatten,
-        "PRECISION": dot_precision(grad.dtype),
     }
     return Launch(dgrad_swiglu_kernel, (programs,), arguments, constants, c)
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moegraph.kernels.config import Config
+from moegraph.kernels.tiles import Schedule
 
 _INTERPRETED_PROGRAMS = 3  # enough to exercise a persistent loop; the interpreter runs programs one after another
 
@@ -48,6 +50,29 @@ def persistent_programs(device: torch.device) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """`tl.dot`'s input precision: fp32 in full; for bf16 the word has no effect."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def schedule_arguments(offsets: Tensor, schedule: Schedule, num_rows: int) -> dict[str, Any]:
+    """What every product over a schedule is told about its rows."""
+    return {
+        "offsets_ptr": offsets,
+        "expert_ptr": schedule.expert,
+        "first_ptr": schedule.first,
+        "count_ptr": schedule.num_tiles,
+        "num_rows": num_rows,
+    }
+
+
+def tile_constants(config: Config, programs: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What every product is compiled with."""
+    return {
+        "PROGRAMS": programs,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "PRECISION": dot_precision(dtype),
+    }
 
 
 @triton.jit

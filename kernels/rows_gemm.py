@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.config import Config, default_config
-from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, tile_of
+from moegraph.kernels.launch import Launch, persistent_programs, schedule_arguments, tile_constants, tile_of
 from moegraph.kernels.tiles import Schedule, tile_schedule
 
 
@@ -95,25 +95,16 @@ def grouped_mm_launch(
         "weight_desc": TensorDescriptor.from_tensor(weight, weight_block),
         "out_ptr": out,
         "scale_ptr": row_weight if row_weight is not None else out,
-        "offsets_ptr": offsets,
-        "expert_ptr": schedule.expert,
-        "first_ptr": schedule.first,
-        "count_ptr": schedule.num_tiles,
-        "num_rows": rows.shape[0],
+        **schedule_arguments(offsets, schedule, rows.shape[0]),
     }
     constants = {
         "E": num_experts,
         "N": n,
         "K": k,
-        "PROGRAMS": programs,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
+        **tile_constants(c, programs, rows.dtype),
         "TRANSPOSED": transposed,
         "SCALE": row_weight is not None,
         "FLATTEN": c.flatten,
-        "PRECISION": dot_precision(rows.dtype),
     }
     return Launch(rows_gemm_kernel, (programs,), arguments, constants, c)
 

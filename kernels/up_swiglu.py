@@ -19,7 +19,15 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.config import Config, default_config
-from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, store_half, store_rows, tile_of
+from moegraph.kernels.launch import (
+    Launch,
+    persistent_programs,
+    schedule_arguments,
+    store_half,
+    store_rows,
+    tile_constants,
+    tile_of,
+)
 from moegraph.kernels.tiles import Schedule, tile_schedule
 
 
@@ -107,23 +115,14 @@ def up_swiglu_launch(
         "weight_desc": halves,
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, half]),
-        "offsets_ptr": offsets,
-        "expert_ptr": schedule.expert,
-        "first_ptr": schedule.first,
-        "count_ptr": schedule.num_tiles,
-        "num_rows": token.shape[0],
+        **schedule_arguments(offsets, schedule, token.shape[0]),
     }
     constants = {
         "E": num_experts,
         "F": f,
         "D": d,
-        "PROGRAMS": programs,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
+        **tile_constants(c, programs, x.dtype),
         "FLATTEN": c.flatten,
-        "PRECISION": dot_precision(x.dtype),
     }
     return Launch(up_swiglu_kernel, (programs,), arguments, constants, c)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from moegraph.kernels.config import Config, default_config
-from moegraph.kernels.launch import Launch, dot_precision, persistent_programs, tile_of
+from moegraph.kernels.launch import Launch, persistent_programs, tile_constants, tile_of
 
 
 @triton.jit
@@ -74,13 +74,8 @@ def wgrad_launch(
         "E": offsets.shape[0],
         "N": n,
         "K": k,
-        "PROGRAMS": programs,
-        "BLOCK_M": c.block_m,
-        "BLOCK_N": c.block_n,
-        "BLOCK_K": c.block_k,
-        "GROUP_M": c.group_m,
+        **tile_constants(c, programs, grad.dtype),
         "ACCUMULATE": accumulate,
-        "PRECISION": dot_precision(grad.dtype),
     }
     return Launch(wgrad_kernel, (programs,), arguments, constants, c)
 
