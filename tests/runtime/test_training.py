@@ -69,7 +69,8 @@ def test_a10_the_total_is_the_cross_entropy_and_each_auxiliary_loss_once(done: R
 
 def test_validation_comes_before_the_first_step_at_its_interval_and_after_the_last(done: Run) -> None:
     assert [record["step"] for record in done.records if "validation_loss" in record] == [0, 10, 20]
-    assert done.records[0].keys() == {"step", "validation_loss"}
+    assert done.records[0].keys() == {"step", "loss", "grad_norm", "validation_loss"}
+    assert done.records[0]["loss"] is done.records[0]["grad_norm"] is None  # no step has been taken yet
 
 
 def test_the_final_weights_are_every_parameter_by_its_name(done: Run, tmp_path: Path) -> None:
