@@ -48,9 +48,10 @@ def train_command(
 
     report = read_compiled(folder) if folder is not None else None
     load_pass_files(pass_file)
-    with Status() as status:
-        compiled = compile_spec(loaded, progress=lambda step: status(f"compiling: {step}"))
+    compiled = None  # without a report to agree with, the trainer looks at the data before it compiles
     if report is not None:
+        with Status() as status:
+            compiled = compile_spec(loaded, progress=lambda step: status(f"compiling: {step}"))
         check_unchanged(report, compiled)
         say(f"{folder}: the graphs after each of {len(report.hashes)} passes are those it was compiled to")
     progress = Progress(loaded.train.steps, loaded.train.log_every, sys.stderr if json else sys.stdout)

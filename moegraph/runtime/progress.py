@@ -39,13 +39,24 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def format_record(record: Mapping[str, Any], steps: int) -> str:
     """One record as one plain line. Keys: step, loss and validation_loss (nats per token), grad_norm, lr,
-    tokens_per_second, tflops (10¹² per second and device), mfu (fraction), memory_bytes (peak)."""
+    tokens_per_second, tflops (10¹² per second and device), mfu (fraction), memory_bytes (peak), router (per layer, of
+    which the worst is shown)."""
     parts = [f"step {record['step']}/{steps}"]
     for key, name, write in FIELDS:
         value = record.get(key)
         if value is not None:
             parts.append(f"{name} {write(value)}")
-    return "  ".join(parts)
+    return "  ".join(parts + _routing(record.get("router") or {}))
+
+
+def _routing(router: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The worst of the layers: highest and lowest load over the mean, and experts that no token chose."""
+    layers = list(router.values())
+    if not layers:
+        return []
+    dead = sum(layer["dead_experts"] for layer in layers)
+    most, least = max(layer["load_max"] for layer in layers), min(layer["load_min"] for layer in layers)
+    return [f"load max/mean {most:.2f}  min/mean {least:.2f}"] + ([f"dead experts {dead}"] if dead else [])
 
 
 def is_interactive(stream: IO[str]) -> bool:

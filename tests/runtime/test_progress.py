@@ -112,3 +112,11 @@ def test_a_failing_run_leaves_the_terminal_clean(monkeypatch: pytest.MonkeyPatch
 def _interrupted(progress: Progress) -> None:
     progress.show({"step": 1, "loss": 5.25})
     raise KeyboardInterrupt
+
+
+def test_the_worst_layers_load_and_dead_experts_are_on_the_line() -> None:
+    calm = {"load_max": 1.1, "load_min": 0.9, "dead_experts": 0}
+    skewed = {"load_max": 3.25, "load_min": 0.0, "dead_experts": 2}
+    line = format_record({"step": 5, "loss": 2.0, "router": {"layers.1": calm, "layers.2": skewed}}, 10)
+    assert line.endswith("load max/mean 3.25  min/mean 0.00  dead experts 2")
+    assert "dead" not in format_record({"step": 5, "router": {"layers.1": calm}}, 10)
