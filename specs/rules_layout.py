@@ -151,8 +151,11 @@ def balance_sees_its_tokens(spec: Spec, report: Report) -> None:
 
 
 def transport_settings_have_effect(spec: Spec, report: Report) -> None:
-    """Capacity and overflow belong to transports with a fixed capacity."""
+    """A transport belongs to expert parallelism, capacity and overflow to transports with a fixed capacity."""
     layout = spec.layout
+    if layout.ep == 1 and layout.transport != "exact":
+        message = f"transport {layout.transport} has no effect with ep 1, where no token travels"
+        report.add("layout.transport", message, code="MG201", allowed="exact", fix="raise layout.ep, or use exact")
     defaults = {name: type(layout).model_fields[name].default for name in ("capacity", "overflow")}
     reason = None
     if layout.transport == "exact" and layout.ep > 1:

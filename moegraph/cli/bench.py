@@ -35,7 +35,8 @@ def step_command(
 
     loaded = load_spec(find_spec(spec), set_ or ())
     if loaded.layout.world > 1:
-        raise UsageError(f"layout asks for {loaded.layout.world} ranks; --set layout.dp=1 --set layout.ep=1 times one")
+        one = '--set "layout={dp: 1, ep: 1, pp: 1, transport: exact}"'
+        raise UsageError(f"layout asks for {loaded.layout.world} ranks; {one} times one")
     from moegraph.runtime.benchmark import time_step
     from moegraph.runtime.compile_cache import compile_cache
     from moegraph.runtime.device import choose_device, device_name, run_settings

@@ -85,5 +85,5 @@ def _check_layout(spec: Spec) -> None:
     if layout.world > 1:
         raise UsageError(
             f"layout asks for {layout.world} processes (dp {layout.dp} × pp {layout.pp}), and parallel layouts do not "
-            "exist yet: train with --set layout.dp=1 --set layout.ep=1 --set layout.pp=1"
+            'exist yet: train with --set "layout={dp: 1, ep: 1, pp: 1, transport: exact}"'
         )

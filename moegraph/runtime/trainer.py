@@ -67,7 +67,7 @@ def train(spec: Spec, *, base: Path, progress: Progress | None = None, compiled:
     if spec.layout.world > 1:
         raise UsageError(
             f"layout.dp {spec.layout.dp} × layout.pp {spec.layout.pp} asks for {spec.layout.world} ranks, and training "
-            "on several ranks waits for the parallel layouts; --set layout.dp=1 --set layout.ep=1 --set layout.pp=1 "
+            'on several ranks waits for the parallel layouts; --set "layout={dp: 1, ep: 1, pp: 1, transport: exact}" '
             "trains here"
         )
     device = choose_device(spec.train.device)

@@ -203,6 +203,7 @@ REFUSED = [
     ),
     (["layout.schedule=zbv_zero_bubble"], "layout.schedule", "but pp is 1", "gpipe, 1f1b"),
     (["layout.overflow=drop"], "layout.overflow", "no effect with ep 1", None),
+    (["layout.transport=direct"], "layout.transport", "no effect with ep 1", "exact"),
     (["layout.dp=2", "layout.ep=2", "layout.capacity=2"], "layout.capacity", "no effect with transport exact", None),
     (
         ["layout.dp=2", "layout.ep=2", "layout.transport=padded", "layout.capacity=0.5"],
@@ -248,7 +249,6 @@ ACCEPTED = [
     ["passes.recompute={policy: selective, layers: [0, 3]}"],
     [*PARALLEL],
     [*PARALLEL, "layout.transport=direct", "layout.capacity=2", "layout.overflow=error"],
-    ["layout.transport=direct"],
     [*PIPELINE],
     [*PIPELINE, "layout.schedule=interleaved_zero_bubble"],
     [*PIPELINE, "layout.schedule=dual_pipe_v"],
