@@ -26,7 +26,7 @@ def claim_run_folder(folder: Path, note: Callable[[str], None]) -> Iterator[Path
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        lock = _lock(folder)
+        lock = _lock(folder, note)
     except OSError as error:
         raise RunError(
             f"train.output_dir {folder} cannot be written to ({error.strerror or error}): choose another"
@@ -49,7 +49,7 @@ def _move_earlier_run(folder: Path, note: Callable[[str], None]) -> None:
         raise RunError(f"train.output_dir {folder} holds files that are not a run's: choose another")
     if Path.cwd().is_relative_to(folder.resolve()):
         raise RunError(f"train.output_dir {folder} holds an earlier run and is where you are: choose another")
-    os.close(_lock(folder))
+    os.close(_lock(folder, note))
     number = 1
     while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
         number += 1
@@ -57,7 +57,7 @@ def _move_earlier_run(folder: Path, note: Callable[[str], None]) -> None:
     note(f"an earlier run was in {folder}; it is now {aside}")
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path, note: Callable[[str], None]) -> int:
     """An open handle of the folder that locks it for as long as it is open; the system closes it with the process."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -65,6 +65,6 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise RunError(f"another process is training into train.output_dir {folder}: choose another") from None
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:  # a file system without locks
+        note(f"train.output_dir {folder} cannot be locked ({error.strerror}): start no second run in it")
     return handle

@@ -112,3 +112,14 @@ def test_a_second_process_is_refused_while_the_first_one_trains(tmp_path: Path) 
                 claim(folder)
         assert folder.is_dir()
     assert len(claim(folder)) == 1
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(handle: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("moegraph.runtime.run_folder.fcntl.flock", unsupported)
+    said: list[str] = []
+    with claim_run_folder(tmp_path / "run", said.append):
+        pass
+    assert any("cannot be locked (Operation not supported)" in line for line in said)
