@@ -2,14 +2,19 @@
 
 | file | kernel | its plain-torch reference |
 | --- | --- | --- |
+| `top_k.py` | the k largest scores of each token | `moegraph.ops.choose_experts` on a CPU |
+| `sort_rows.py` | stable sort of the choices by expert | `moegraph.ops.sort_by_expert` on a CPU |
 | `tiles.py` | the schedule of a ragged product | `tile_schedule_reference` |
 | `rows_gemm.py` | product over ragged rows, and its input gradient | `moegraph.ops.grouped_mm` on a CPU |
-| `up_swiglu.py` | gathered up projection with SwiGLU in its epilogue | `moegraph.ops.expert_ffn` on a CPU |
-| `dgrad_swiglu.py` | gradient of down projection, SwiGLU and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
+| `up_swiglu.py` | gathered up projection with the activation in its epilogue | `moegraph.ops.expert_ffn` on a CPU |
+| `dgrad_swiglu.py` | gradient of down projection, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
+| `gated_backward.py` | gradient of activation and router weight as a pass of its own | `moegraph.ops.expert_ffn_dgrad` on a CPU |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
+| `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not
-here (`compiled.py`). Importing this package imports only torch and Triton. Every kernel also runs in Triton's
+here (`compiled.py`). How it is tiled is chosen by `tuning.py`. Importing this package imports only torch, Triton, and of moegraph its errors
+and where the user's cache lies. Every kernel also runs in Triton's
 interpreter, which is how they are tested without a GPU.
 """

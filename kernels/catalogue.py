@@ -6,20 +6,30 @@ from collections.abc import Iterator
 
 import torch
 
-from moegraph.kernels.config import default_config
-from moegraph.kernels.dgrad_swiglu import dgrad_swiglu_launch
+from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
+from moegraph.kernels.chips import Card
+from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, permute_launch
-from moegraph.kernels.rows_gemm import grouped_mm_launch
-from moegraph.kernels.tiles import Schedule, max_tiles
-from moegraph.kernels.up_swiglu import up_swiglu_launch
-from moegraph.kernels.wgrad import wgrad_launch
+from moegraph.kernels.products import product_launch
+from moegraph.kernels.shapes import block_problems
+from moegraph.kernels.sort_rows import count_launch, default_block, place_launch, scan_launch
+from moegraph.kernels.top_k import top_k_launch
+from moegraph.kernels.tuning import choose_for
 
 
 def launches(
-    *, tokens: int, d_model: int, d_ff: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16
+    *,
+    tokens: int,
+    d_model: int,
+    d_ff: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    card: Card | None = None,
 ) -> Iterator[tuple[str, Launch]]:
-    """(name, launch) of each kernel of one mixture-of-experts block, forward and backward."""
+    """(name, launch) of each kernel of one mixture-of-experts block, forward and backward, its products with the
+    configurations that a card gets (None: those of the rule for sm_90)."""
     rows = tokens * top_k
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -28,25 +38,20 @@ def launches(
     def index(*shape: int) -> torch.Tensor:
         return tensor(*shape, kind=torch.int32)
 
-    limit = max_tiles(rows, num_experts, 128)
-    schedule = Schedule(index(limit), index(limit), index(1))
-    offsets, weight = index(num_experts), tensor(rows, kind=torch.float32)
-    x, w_up, w_down = (
-        tensor(tokens, d_model),
-        tensor(num_experts, 2 * d_ff, d_model),
-        tensor(num_experts, d_model, d_ff),
-    )
-    wide, z, act = tensor(rows, d_model), tensor(rows, 2 * d_ff), tensor(rows, d_ff)
+    offsets, x, wide, z = index(num_experts), tensor(tokens, d_model), tensor(rows, d_model), tensor(rows, 2 * d_ff)
+    ids, block = index(tokens, top_k), default_block(num_experts)
+    ends = index(num_experts + 1, -(-rows // block.block_m))
+    yield "top_k", top_k_launch(tensor(tokens, num_experts, kind=torch.float32), ids)
+    yield "sort_count", count_launch(ids, offsets, ends, block)
+    yield "sort_scan", scan_launch(ends)
+    yield "sort_place", place_launch(ids, ends, index(rows), index(rows), offsets, block)
     yield "permute", permute_launch(x, index(rows), offsets, wide, top_k)
-    yield "up_swiglu", up_swiglu_launch(x, index(rows), w_up, offsets, z, act, schedule=schedule)
-    yield "down", grouped_mm_launch(act, w_down, offsets, wide, row_weight=weight, schedule=schedule)
     yield "combine", combine_launch(wide, index(rows), offsets, x, top_k)
-    config = default_config("dgrad_swiglu", dtype, d_ff, d_model)
-    parts = tensor(rows, -(-d_ff // config.block_n), kind=torch.float32)
-    yield (
-        "dgrad_swiglu",
-        dgrad_swiglu_launch(wide, w_down, z, weight, offsets, z, act, parts, config=config, schedule=schedule),
-    )
-    yield "up_dgrad", grouped_mm_launch(z, w_up, offsets, wide, transposed=True, schedule=schedule)
-    yield "up_wgrad", wgrad_launch(z, wide, offsets, w_up)
-    yield "down_wgrad", wgrad_launch(wide, act, offsets, w_down)
+    sums = tensor(num_parts(rows, num_experts), num_experts, 2 * d_ff, kind=torch.float32)
+    yield "up_bias_grad", bias_grad_launch(z, offsets, sums)
+    act, weight = tensor(rows, d_ff), tensor(rows, kind=torch.float32)
+    yield "gated_backward", gated_backward_launch(act, z, weight, offsets, z, act, weight)
+    sizes = {"tokens": tokens, "d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k}
+    for name, problem in block_problems(**sizes, dtype=dtype).items():
+        choice = choose_for(problem, card or torch.device("meta"))
+        yield name, product_launch(problem, choice.config, row_weight=name == "down")

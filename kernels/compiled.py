@@ -21,14 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moegraph.kernels.chips import CHIPS
 from moegraph.kernels.launch import Launch
 
-# Per compute capability: the name, multiprocessors of the chip, and shared memory a block may take (bytes).
-CHIPS = {
-    90: ("sm_90 (H100, H200)", 132, 232_448),
-    100: ("sm_100 (B200)", 148, 232_448),
-    103: ("sm_103 (B300)", 148, 232_448),
-}
 _DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -63,11 +58,11 @@ class KernelReport:
 
 def compile_launch(launch: Launch, capability: int) -> KernelReport:
     """Compiles a launch whose tensors may be meta tensors for compute capability `capability` (90, 100 or 103)."""
-    chip, processors, limit = CHIPS[capability]
+    chip = CHIPS[capability]
     kernel = launch.kernel
     constants = dict(launch.constants)
     if "PROGRAMS" in constants:
-        constants["PROGRAMS"] = processors
+        constants["PROGRAMS"] = chip.processors
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(kernel.arg_names):
@@ -87,11 +82,11 @@ def compile_launch(launch: Launch, capability: int) -> KernelReport:
     registers, spills = _ptxas(ptx, capability)
     return KernelReport(
         kernel.__name__,
-        chip,
+        chip.title,
         registers,
         spills,
         int(built.metadata.shared),
-        limit,
+        chip.shared_limit,
         _matrix_instruction(ptx),
         "cp.async" in ptx,
     )

@@ -1,19 +1,25 @@
-"""The gradient of the down projection, with that of SwiGLU and of the router weight in its epilogue (B1).
+"""The gradient of the down projection, with that of the activation and of the router weight in its epilogue (B1).
 
 g [R, D] are the rows of the output's gradient, z [R, 2F] = [gate | up] the saved pre-activation, s [R] the router
 weight of a row, W2 [E, D, F]. With da = g · W2 and a = silu(gate) · up:
 
     ds = Σ_f da · a                 the router weight's gradient needs no saved output (SonicMoE, arXiv 2512.14080)
-    dz = s · da · swiglu'(z)        [R, 2F]
+    dz = s · da · a'(z)             [R, 2F]
     a_s = s · a                     [R, F], what the weight gradient of W2 is made with
 
 `a` is computed again from z, so nothing but z is saved. Each column tile writes its part of ds to a column of its own;
 the caller adds them: no atomics. Rows past the last offset are written as zeros.
 
+With `separate` in its configuration the same result comes from two kernels, the plain product and `gated_backward`:
+da then exists in memory for a moment, which is faster where the epilogue's reads and writes cannot hide behind products
+(H200: docs/performance.md).
+
 Legend: R rows, D model width, F expert width, E experts.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -22,7 +28,9 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.activation import Activation, gated_slopes
+from moegraph.kernels.config import Config
+from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import (
     Launch,
     persistent_programs,
@@ -32,23 +40,38 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
+from moegraph.kernels.rows_gemm import grouped_mm
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.tuning import choose_config
 
 
 @triton.jit
-def _slice(acc, s, source, begin, size, row, col, z_desc, dz_desc, act_desc, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _slice(
+    acc,
+    s,
+    source,
+    begin,
+    size,
+    row,
+    col,
+    z_desc,
+    dz_desc,
+    act_desc,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
     """The epilogue of COLS columns; returns their part of ds [ROWS]."""
     gate = z_desc.load([source, 0, col]).reshape(ROWS, COLS).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate * sigmoid
     up = z_desc.load([source, 1, col]).reshape(ROWS, COLS).to(tl.float32)
-    act = silu * up
+    act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
     ds = tl.sum(acc * act, 1)
     store_rows(act_desc, begin, size, row, col, (act * s).to(act_desc.dtype), ROWS, COLS)
     da = acc * s
-    store_half(dz_desc, begin, size, row, 1, col, (da * silu).to(dz_desc.dtype), ROWS, COLS)
-    dgate = da * (up * sigmoid + act * (1.0 - sigmoid))
-    store_half(dz_desc, begin, size, row, 0, col, dgate.to(dz_desc.dtype), ROWS, COLS)
+    store_half(dz_desc, begin, size, row, 1, col, (da * by_up).to(dz_desc.dtype), ROWS, COLS)
+    store_half(dz_desc, begin, size, row, 0, col, (da * by_gate).to(dz_desc.dtype), ROWS, COLS)
     return ds
 
 
@@ -75,6 +98,9 @@ def dgrad_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -103,19 +129,89 @@ def dgrad_swiglu_kernel(
         size = last - begin
         c = pn * BLOCK_N
         if PARTS == 1:
-            ds = _slice(acc, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds = _slice(
+                acc, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
+            )
         elif PARTS == 2:
             a0, a1 = tl.split(acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
-            ds += _slice(a1, s, source, begin, size, row, c + COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds = _slice(
+                a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
+            )
+            ds += _slice(
+                a1,
+                s,
+                source,
+                begin,
+                size,
+                row,
+                c + COLS,
+                z_desc,
+                dz_desc,
+                act_desc,
+                BLOCK_M,
+                COLS,
+                CLAMPED,
+                ALPHA,
+                LIMIT,
+            )
         else:
             left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
             a0, a1 = tl.split(left.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
-            ds += _slice(a1, s, source, begin, size, row, c + COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds = _slice(
+                a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
+            )
+            ds += _slice(
+                a1,
+                s,
+                source,
+                begin,
+                size,
+                row,
+                c + COLS,
+                z_desc,
+                dz_desc,
+                act_desc,
+                BLOCK_M,
+                COLS,
+                CLAMPED,
+                ALPHA,
+                LIMIT,
+            )
             a2, a3 = tl.split(right.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds += _slice(a2, s, source, begin, size, row, c + 2 * COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
-            ds += _slice(a3, s, source, begin, size, row, c + 3 * COLS, z_desc, dz_desc, act_desc, BLOCK_M, COLS)
+            ds += _slice(
+                a2,
+                s,
+                source,
+                begin,
+                size,
+                row,
+                c + 2 * COLS,
+                z_desc,
+                dz_desc,
+                act_desc,
+                BLOCK_M,
+                COLS,
+                CLAMPED,
+                ALPHA,
+                LIMIT,
+            )
+            ds += _slice(
+                a3,
+                s,
+                source,
+                begin,
+                size,
+                row,
+                c + 3 * COLS,
+                z_desc,
+                dz_desc,
+                act_desc,
+                BLOCK_M,
+                COLS,
+                CLAMPED,
+                ALPHA,
+                LIMIT,
+            )
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
 
@@ -129,6 +225,7 @@ def dgrad_swiglu_launch(
     act: Tensor,
     ds_parts: Tensor,
     *,
+    activation: Activation = Activation(),
     config: Config,
     schedule: Schedule | None = None,
 ) -> Launch:
@@ -154,6 +251,7 @@ def dgrad_swiglu_launch(
         "D": d,
         **tile_constants(c, programs, grad.dtype),
         "PARTS": c.parts,
+        **activation.constants(),
         "FLATTEN": c.flatten,
     }
     return Launch(dgrad_swiglu_kernel, (programs,), arguments, constants, c)
@@ -166,14 +264,20 @@ def dgrad_swiglu(
     row_weight: Tensor,
     offsets: Tensor,
     *,
+    activation: Activation = Activation(),
     config: Config | None = None,
-    schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad [R, D], weight [E, D, F], z [R, 2F], row_weight [R] fp32 → (dz [R, 2F], a_s [R, F], ds [R] fp32)."""
-    rows, f = grad.shape[0], weight.shape[2]
-    c = config or default_config("dgrad_swiglu", grad.dtype, f, weight.shape[1])
+    rows, (num_experts, d, f) = grad.shape[0], weight.shape
+    c = config or choose_config("dgrad_swiglu", grad.dtype, f, d, rows, num_experts, grad.device).config
     dz, act = grad.new_empty(rows, 2 * f), grad.new_empty(rows, f)
+    if c.separate:
+        ds = grad.new_empty(rows, dtype=torch.float32)
+        da = grouped_mm(grad, weight, offsets, transposed=True, config=replace(c, separate=False))
+        if dz.numel():
+            gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
+        return dz, act, ds
     parts = grad.new_empty(rows, triton.cdiv(f, c.block_n), dtype=torch.float32)
     if dz.numel():
-        dgrad_swiglu_launch(grad, weight, z, row_weight, offsets, dz, act, parts, config=c, schedule=schedule).run()
-    return dz, act, parts.sum(1)
+        dgrad_swiglu_launch(grad, weight, z, row_weight, offsets, dz, act, parts, activation=activation, config=c).run()
+    return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

@@ -1,7 +1,7 @@
-"""The up projection of the experts with the gather in its loads and SwiGLU in its epilogue (F1).
+"""The up projection of the experts with the gather in its loads and the activation in its epilogue (F1).
 
-    z[r] = x[token[r]] · W[e(r)]ᵀ        z [R, 2F] = [gate | up], the pre-activation that backward needs
-    a[r] = silu(gate) · up               a [R, F]
+    z[r] = x[token[r]] · W[e(r)]ᵀ (+ bias)   z [R, 2F] = [gate | up], the pre-activation that backward needs
+    a[r] = silu(gate) · up                   a [R, F]; or the clamped SwiGLU (activation.py)
 
 One tensor-map load brings the gate rows and the up rows of a tile side by side (the weight seen as [E, 2, F, D]), so
 both halves of an output are in one accumulator and the split costs nothing. `a` is computed from z as stored.
@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.activation import Activation, gated
+from moegraph.kernels.config import Config
 from moegraph.kernels.launch import (
     Launch,
     persistent_programs,
@@ -29,6 +30,7 @@ from moegraph.kernels.launch import (
     tile_of,
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.tuning import choose_config
 
 
 @triton.jit
@@ -36,6 +38,7 @@ def up_swiglu_kernel(
     x_ptr,
     token_ptr,
     weight_desc,
+    bias_ptr,
     z_desc,
     act_desc,
     offsets_ptr,
@@ -51,6 +54,10 @@ def up_swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -77,6 +84,11 @@ def up_swiglu_kernel(
                 a = tl.load(x + k, mask=(k + cols < D)[None, :], other=0.0)
             b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if BIAS:
+            n = tl.arange(0, BLOCK_N)
+            col = pn * HALF + n % HALF
+            bias = tl.load(bias_ptr + which * 2 * F + n // HALF * F + col, mask=col < F, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         acc = tl.where(e < E, acc, 0.0)
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         gate = gate.to(z_desc.dtype)
@@ -84,8 +96,7 @@ def up_swiglu_kernel(
         row = first - begin
         size = last - begin
         store_half(z_desc, begin, size, row, 0, pn * HALF, gate, BLOCK_M, HALF)
-        g = gate.to(tl.float32)
-        act = g / (1.0 + tl.exp(-g)) * up.to(tl.float32)
+        act = gated(gate.to(tl.float32), up.to(tl.float32), CLAMPED, ALPHA, LIMIT)
         store_rows(act_desc, begin, size, row, pn * HALF, act.to(act_desc.dtype), BLOCK_M, HALF)
         store_half(z_desc, begin, size, row, 1, pn * HALF, up, BLOCK_M, HALF)
 
@@ -98,13 +109,15 @@ def up_swiglu_launch(
     z: Tensor,
     act: Tensor,
     *,
+    bias: Tensor | None = None,
+    activation: Activation = Activation(),
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `z` [R, 2F] and `act` [R, F]."""
     num_experts, two_f, d = weight.shape
     f = two_f // 2
-    c = config or default_config("up_swiglu", x.dtype, f, d)
+    c = config or choose_config("up_swiglu", x.dtype, f, d, token.shape[0], num_experts, x.device).config
     schedule = schedule or tile_schedule(offsets, token.shape[0], c.block_m)
     half = c.block_n // 2
     programs = persistent_programs(x.device)
@@ -113,6 +126,7 @@ def up_swiglu_launch(
         "x_ptr": x,
         "token_ptr": token,
         "weight_desc": halves,
+        "bias_ptr": bias if bias is not None else weight,
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, half]),
         **schedule_arguments(offsets, schedule, token.shape[0]),
@@ -122,6 +136,8 @@ def up_swiglu_launch(
         "F": f,
         "D": d,
         **tile_constants(c, programs, x.dtype),
+        "BIAS": bias is not None,
+        **activation.constants(),
         "FLATTEN": c.flatten,
     }
     return Launch(up_swiglu_kernel, (programs,), arguments, constants, c)
@@ -133,12 +149,16 @@ def up_swiglu(
     weight: Tensor,
     offsets: Tensor,
     *,
+    bias: Tensor | None = None,
+    activation: Activation = Activation(),
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D], token [R] int32 (the row's source), weight [E, 2F, D] → (z [R, 2F], a [R, F])."""
+    """x [T, D], token [R] int32 (the row's source), weight [E, 2F, D], bias [E, 2F] → (z [R, 2F], a [R, F])."""
     rows, f = token.shape[0], weight.shape[1] // 2
     z, act = x.new_empty(rows, 2 * f), x.new_empty(rows, f)
     if z.numel():
-        up_swiglu_launch(x, token, weight, offsets, z, act, config=config, schedule=schedule).run()
+        up_swiglu_launch(
+            x, token, weight, offsets, z, act, bias=bias, activation=activation, config=config, schedule=schedule
+        ).run()
     return z, act

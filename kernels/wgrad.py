@@ -13,15 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moegraph.kernels.config import Config, default_config
+from moegraph.kernels.config import Config
 from moegraph.kernels.launch import Launch, persistent_programs, tile_constants, tile_of
+from moegraph.kernels.tuning import choose_config
 
 
 @triton.jit
 def wgrad_kernel(
     grad_desc,
     rows_desc,
+    out_desc,
     out_ptr,
     offsets_ptr,
     E: tl.constexpr,
@@ -33,28 +36,33 @@ def wgrad_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Tiles of BLOCK_M × BLOCK_N of dW, expert by expert; BLOCK_K rows per step."""
     num_m: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
     num_n: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
-    for t in tl.range(tl.program_id(0), E * num_m * num_n, PROGRAMS):
+    for t in tl.range(tl.program_id(0), E * num_m * num_n, PROGRAMS, flatten=FLATTEN):
         e = t // (num_m * num_n)
         pm, pn = tile_of(t % (num_m * num_n), num_m, num_n, GROUP_M)
         begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
         size = tl.load(offsets_ptr + e) - begin
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for i in range(0, tl.cdiv(size, BLOCK_K)):
+        steps = tl.maximum(tl.cdiv(size, BLOCK_K), 1)  # of an expert without rows one step reads zeros
+        tl.assume(steps > 0)
+        for i in range(0, steps):
             g = load_ragged(grad_desc, begin, size, [i * BLOCK_K, pm * BLOCK_M])
             x = load_ragged(rows_desc, begin, size, [i * BLOCK_K, pn * BLOCK_N])
             acc = tl.dot(g.T, x, acc, input_precision=PRECISION)
-        rm = pm * BLOCK_M + tl.arange(0, BLOCK_M)
-        rn = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (rm < N)[:, None] & (rn < K)[None, :]
-        to = out_ptr + e.to(tl.int64) * N * K + rm.to(tl.int64)[:, None] * K + rn[None, :]
         if ACCUMULATE:
+            rm = pm * BLOCK_M + tl.arange(0, BLOCK_M)
+            rn = pn * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = (rm < N)[:, None] & (rn < K)[None, :]
+            to = out_ptr + e.to(tl.int64) * N * K + rm.to(tl.int64)[:, None] * K + rn[None, :]
             acc += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N], acc.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 
 def wgrad_launch(
@@ -62,11 +70,12 @@ def wgrad_launch(
 ) -> Launch:
     """The launch that writes, or adds to, `out` [E, N, K]."""
     n, k = grad.shape[1], rows.shape[1]
-    c = config or default_config("wgrad", grad.dtype, n, k)
+    c = config or choose_config("wgrad", grad.dtype, n, k, grad.shape[0], offsets.shape[0], grad.device).config
     programs = persistent_programs(grad.device)
     arguments = {
         "grad_desc": create_ragged_descriptor(grad, [c.block_k, c.block_m]),
         "rows_desc": create_ragged_descriptor(rows, [c.block_k, c.block_n]),
+        "out_desc": TensorDescriptor.from_tensor(out, [1, c.block_m, c.block_n]),
         "out_ptr": out,
         "offsets_ptr": offsets,
     }
@@ -76,6 +85,7 @@ def wgrad_launch(
         "K": k,
         **tile_constants(c, programs, grad.dtype),
         "ACCUMULATE": accumulate,
+        "FLATTEN": c.flatten,
     }
     return Launch(wgrad_kernel, (programs,), arguments, constants, c)
 

@@ -7,19 +7,22 @@
     weighted = scale_rows(down, row_weight)
     out      = combine(weighted, order, inverse, offsets)
 
-What is kept for backward is x, the pre-activation z and the int32 metadata, instead of rows, up, act and down: the
-gathered rows and the activation are made again inside the backward products. Numbers stay within rounding of the
-compute dtype (the router weight is applied before the down projection's result is rounded).
+with `add_expert_bias` behind each product where the experts have biases, and `swiglu` or `swiglu_clamped`.
 
-The region is fused where it stands exactly so, its inner values used by nothing else; a router that scales the experts'
-input is left as it is.
+What is kept for backward is x, the pre-activation z and the int32 metadata, instead of rows, up, act and down: the
+gathered rows and the activation are made again inside the backward products. With `passes.fuse-experts.recompute` z is
+made again too, and only x is kept. Numbers stay within rounding of the compute dtype (the router weight is applied
+before the down projection's result is rounded).
+
+The region is fused where it stands exactly so, all its parts read the same order and offsets, and its inner values are
+used by nothing else. Experts whose input the router scales are left as they are, and the pass says so.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import fx
 
@@ -33,19 +36,27 @@ from moegraph.specs.schema import Spec
 
 
 class _Region(NamedTuple):
-    """The nodes of one region, in order."""
+    """The nodes of one region by what they are; a bias is the node that adds it."""
 
     rows: fx.Node
     up: fx.Node
+    up_bias: fx.Node | None
     act: fx.Node
     down: fx.Node
+    down_bias: fx.Node | None
     weighted: fx.Node
+
+    def nodes(self) -> list[fx.Node]:
+        """Those that are there, in order."""
+        return [node for node in self if node is not None]
 
 
 @registry.register
 @dataclass(frozen=True)
 class FuseExperts(Pass):
-    """Rewrites the experts of each block into `expert_ffn`."""
+    """Rewrites the experts of each block into `expert_ffn`; with `recompute` the pre-activation is not kept."""
+
+    recompute: bool = False
 
     name: ClassVar[str] = "fuse-experts"
     level: ClassVar[Level] = "layer"
@@ -55,7 +66,8 @@ class FuseExperts(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> FuseExperts | None:
-        return cls() if spec.passes.fuse_experts.enabled else None
+        options = spec.passes.fuse_experts
+        return cls(options.recompute) if options.enabled else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         rewriter = Rewriter(unit.graphs["layer"], self.name)
@@ -64,31 +76,64 @@ class FuseExperts(Pass):
             return PassResult(unit, note="no experts in this block")
         for combine in combines:
             region = _match(combine)
-            if region is None:
-                return PassResult(unit, note="the experts' input is scaled, or an inner value is used elsewhere")
-            _fuse(rewriter, combine, region)
+            if isinstance(region, str):
+                return PassResult(unit, note=f"left as it is: {region}")
+            _fuse(rewriter, combine, region, self.recompute)
         return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
 
 
-def _match(combine: fx.Node) -> _Region | None:
-    """The region that ends in this combine, or None where it is not exactly permute … scale_rows."""
-    found: list[fx.Node] = []
+_CHAIN = {  # from the region's end to its beginning, and whether a step may be missing
+    "weighted": ((ops.scale_rows,), False),
+    "down_bias": ((ops.add_expert_bias,), True),
+    "down": ((ops.grouped_mm,), False),
+    "act": ((ops.swiglu, ops.swiglu_clamped), False),
+    "up_bias": ((ops.add_expert_bias,), True),
+    "up": ((ops.grouped_mm,), False),
+    "rows": ((ops.permute,), False),
+}
+
+
+def _match(combine: fx.Node) -> _Region | str:
+    """The region that ends in this combine, or why it is not exactly permute … scale_rows."""
+    found: dict[str, fx.Node | None] = {}
     node = combine.args[0]
-    for target in (ops.scale_rows, ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):
-        if not isinstance(node, fx.Node) or node.target is not target or len(node.users) != 1:
-            return None
-        found.append(node)
+    for name, (targets, optional) in _CHAIN.items():
+        if not isinstance(node, fx.Node) or node.target not in targets:
+            if optional:
+                found[name] = None
+                continue
+            unscaled = (
+                name == "weighted"
+                and isinstance(node, fx.Node)
+                and node.target in (ops.grouped_mm, ops.add_expert_bias)
+            )
+            return "its experts' input is scaled" if unscaled else "it is not what lowering makes"
+        if len(node.users) != 1:
+            return f"{display_name(node)} is used elsewhere too"
+        found[name] = node
         node = node.args[0]
-    return _Region(*reversed(found))
+    region = _Region(**found)  # type: ignore[arg-type]
+    metadata, top_k = combine.args[1:4], combine.kwargs["top_k"]
+    same = region.rows.args[1:4] == metadata and region.rows.kwargs["top_k"] == top_k
+    reads_offsets = (region.up, region.up_bias, region.down, region.down_bias)
+    if not same or any(node is not None and node.args[2] is not metadata[2] for node in reads_offsets):
+        return "its parts read different orders or offsets"
+    return region
 
 
-def _fuse(rewriter: Rewriter, combine: fx.Node, region: _Region) -> None:
+def _fuse(rewriter: Rewriter, combine: fx.Node, region: _Region, recompute: bool) -> None:
     x, order, inverse, offsets = region.rows.args[:4]
-    arguments = (x, order, inverse, offsets, region.weighted.args[1], region.up.args[1], region.down.args[1])
-    top_k = region.rows.kwargs["top_k"]
-    fused = rewriter.call_before(combine, "moe.experts", ops.expert_ffn, *arguments, top_k=top_k)
+    weights = (region.weighted.args[1], region.up.args[1], region.down.args[1])
+    biases = tuple(None if node is None else node.args[1] for node in (region.up_bias, region.down_bias))
+    options: dict[str, Any] = {"top_k": region.rows.kwargs["top_k"]}
+    if region.act.target is ops.swiglu_clamped:
+        options["clamp"] = (region.act.kwargs["alpha"], region.act.kwargs["limit"])
+    if recompute:
+        options["recompute"] = True
+    arguments = (x, order, inverse, offsets, *weights, *(biases if any(biases) else ()))
+    fused = rewriter.call_before(combine, "moe.experts", ops.expert_ffn, *arguments, **options)
     y = rewriter.call_before(combine, "moe.expert_rows", operator.getitem, fused, 0)
     combine.replace_input_with(region.weighted, y)
-    for node in reversed(region):
+    for node in reversed(region.nodes()):
         rewriter.rewritten.append(display_name(node))
         rewriter.graph.erase_node(node)

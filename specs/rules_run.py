@@ -58,6 +58,14 @@ def groups_say_something(spec: Spec, report: Report) -> None:
             )
 
 
+def fused_recompute_has_effect(spec: Spec, report: Report) -> None:
+    """What the fused experts keep is no question where they are not fused."""
+    fuse = spec.passes.fuse_experts
+    if fuse.recompute and not fuse.enabled:
+        message = "has no effect, since the pass is switched off"
+        report.add("passes.fuse-experts.recompute", message, fix="add passes.fuse-experts.enabled=true, or remove it")
+
+
 def recompute_has_effect(spec: Spec, report: Report) -> None:
     """Layers of a recompute policy that saves everything are a mistake."""
     recompute = spec.passes.recompute
@@ -121,6 +129,7 @@ RULES: tuple[Rule, ...] = (
     decay_has_effect,
     betas_below_one,
     groups_say_something,
+    fused_recompute_has_effect,
     recompute_has_effect,
     corpus_is_built_in,
     paths_are_confined,

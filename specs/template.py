@@ -41,6 +41,9 @@ model:
     top_k: 2                           # no default; experts per token
     d_ff: 128                          # no default; width of one expert
     activation: swiglu
+    # activation: {kind: swiglu_clamped, alpha: 1.702, limit: 7.0}   # that of gpt-oss, with its default values
+    expert_bias: false                 # a bias on each expert's up and down projection
+    output_bias: false                 # a bias on what the experts of a token sum up to
     router:
       score: softmax                   # softmax | sigmoid | none: scores from logits
       gate_dtype: fp32                 # the router computes in fp32 whatever precision.compute is
@@ -88,7 +91,9 @@ precision:
 passes:
   canonicalize: {enabled: true}
   balance-losses: {enabled: true}
-  fuse-experts: {enabled: false}       # the experts as one operator: less is kept for backward, Triton on a GPU
+  fuse-experts:                        # the experts as one operator: less is kept for backward, Triton on a GPU
+    enabled: false
+    recompute: false                   # true: keep no pre-activation either, and compute it again in backward
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from moegraph.cli.bench_layer import layer_command
+from moegraph.cli.bench_tune import tune_command
 from moegraph.cli.options import Json, Set
 from moegraph.cli.output import counted, print_json, print_table
 from moegraph.cli.sources import find_spec
 from moegraph.errors import UsageError
-
-PRESETS = {  # tokens, d_model, d_ff, experts, top_k
-    "A": (32768, 2048, 1024, 128, 8),
-    "C": (32768, 4096, 1536, 64, 4),
-    "D": (32768, 2048, 768, 128, 8),
-    "Q": (32768, 4096, 1536, 128, 8),
-    "wide": (16384, 4096, 4096, 16, 4),
-}
 
 bench_app = typer.Typer(help="Measure speed on this device, with random inputs.", no_args_is_help=True)
 
@@ -37,7 +30,7 @@ def step_command(
     if loaded.layout.world > 1:
         one = '--set "layout={dp: 1, ep: 1, pp: 1, transport: exact}"'
         raise UsageError(f"layout asks for {loaded.layout.world} ranks; {one} times one")
-    from moegraph.runtime.benchmark import time_step
+    from moegraph.benchmarks.step import time_step
     from moegraph.runtime.compile_cache import compile_cache
     from moegraph.runtime.device import choose_device, device_name, run_settings
 
@@ -63,34 +56,5 @@ def step_command(
     print_table(columns, [row])
 
 
-@bench_app.command("layer")
-def layer_command(
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}: the shape, unless given below.")] = "A",
-    tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    d_model: Annotated[int | None, typer.Option(min=8)] = None,
-    d_ff: Annotated[int | None, typer.Option(min=8)] = None,
-    experts: Annotated[int | None, typer.Option(min=1)] = None,
-    top_k: Annotated[int | None, typer.Option(min=1)] = None,
-    skew: Annotated[float, typer.Option(min=0.0, help="Standard deviation of a bias per expert.")] = 0.0,
-    backward: Annotated[bool, typer.Option("--backward", help="Forward and backward.")] = False,
-    repeats: Annotated[int, typer.Option(min=1)] = 15,
-    json: Json = False,
-) -> None:
-    """Time the experts of one block, fused and as separate operators, in turn with a dense product (CUDA, bf16)."""
-    if preset not in PRESETS:
-        raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
-    given = (tokens, d_model, d_ff, experts, top_k)
-    names = ("tokens", "d_model", "d_ff", "experts", "top_k")
-    shape = {n: g if g is not None else p for n, g, p in zip(names, given, PRESETS[preset], strict=True)}
-    if shape["top_k"] > shape["experts"]:
-        raise UsageError(f"--top-k {shape['top_k']} is more than --experts {shape['experts']}")
-    from moegraph.runtime.benchmark import time_layer
-
-    found = time_layer(**shape, skew=skew, backward=backward, repeats=repeats)
-    if json:
-        print_json({"shape": shape, "skew": skew, "backward": backward, "rows": [asdict(row) for row in found]})
-        return
-    rows = [
-        [row.name, f"{row.milliseconds:.3f}", f"{row.tflops:.0f}", f"{100 * row.share_of_dense:.1f} %"] for row in found
-    ]
-    print_table(["", ">ms", ">TFLOP/s", ">of dense"], rows)
+bench_app.command("layer")(layer_command)
+bench_app.command("tune")(tune_command)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraph.cli.options import DEFAULT_SPEC, Json, Set
+from moegraph.cli.options import DEFAULT_SPEC, Json, Set, refuse
 from moegraph.cli.output import print_json, print_table
+from moegraph.errors import MoegraphError, UsageError
 
 if TYPE_CHECKING:
     from moegraph.specs import Spec
@@ -43,9 +44,29 @@ def doctor_command(
         ),
     ] = None,
     set_: Set = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Instead: compile the kernels of one block for a chip, without a GPU.")
+    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="With --kernels: sm_90, sm_100 or sm_103. Default: this GPU's.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --kernels: the shape, A (default), C, D, Q or wide.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Check this machine: versions, devices, kernels, disk."""
+    """Check this machine: versions, devices, kernels, disk.
+
+    With --kernels: registers, spills, shared memory and instructions of the kernels of one block for a chip that need
+    not be here, and where each configuration comes from. Exit status 1 if a check fails.
+    """
+    if kernels:
+        if spec is not None or set_:
+            raise UsageError("doctor --kernels takes a shape by --preset; `moegraph inspect SPEC --kernels` a spec's")
+        from moegraph.cli.doctor_kernels import doctor_kernels
+
+        return doctor_kernels(arch, preset or "A", as_json=json)
+    refuse(arch=arch, preset=preset, because="goes with --kernels")
     from moegraph.specs import load_spec
 
     name = spec or (DEFAULT_SPEC if Path(DEFAULT_SPEC).exists() else "presets/tiny.yaml")
@@ -107,10 +128,15 @@ def _kernels(spec: Spec, name: str) -> Iterator[Finding]:
         what = f"attention of {name}" + (f", window {window}" if window else "")
         yield Finding(what, backend, "note" if cuda and backend == "reference" else "ok", reason)
     if spec.model.moe is not None:
-        capability = torch.cuda.get_device_capability() if cuda else None
-        widths = (spec.model.moe.d_ff, spec.model.d_model)
-        backend, reason = ops.grouped_mm_backend(device, dtype, *widths, capability)
-        yield Finding(f"grouped_mm of {name}", backend, "note" if cuda and backend == "loop" else "ok", reason)
+        moe, where = spec.model.moe, torch.device(device)
+        rows = spec.sequences_per_microbatch * spec.data.seq_len * moe.top_k
+        try:
+            backend, reason = ops.grouped_mm_backend(
+                "grouped_mm", dtype, 2 * moe.d_ff, spec.model.d_model, rows, moe.num_experts, where
+            )
+            yield Finding(f"grouped_mm of {name}", backend, "note" if cuda and backend == "loop" else "ok", reason)
+        except MoegraphError as error:
+            yield Finding(f"grouped_mm of {name}", "tuning table", "failed", str(error))
 
 
 def _compiler() -> Iterator[Finding]:

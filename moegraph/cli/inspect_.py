@@ -40,6 +40,12 @@ def inspect_command(
     ] = None,
     expand: Annotated[bool, typer.Option("--expand", help="Every block by itself, with full names.")] = False,
     stat: Annotated[bool, typer.Option("--stat", help="Counts of nodes and operators instead of the nodes.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="What each grouped product runs on, with which configuration, and why.")
+    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="With --kernels: sm_90, sm_100 or sm_103. Default: this GPU's.")
+    ] = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
@@ -48,7 +54,7 @@ def inspect_command(
 ) -> None:
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
-    flags = {"expand": expand, "stat": stat, "pass_file": pass_file}
+    flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
         from moegraph.cli.inspect_run import print_run
@@ -60,6 +66,14 @@ def inspect_command(
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
         return
+    if kernels:
+        unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}
+        refuse(**unused, diff=diff, full=full, because="does not go with --kernels")
+        from moegraph.cli.inspect_kernels import print_kernels
+
+        print_kernels(lambda: _compile(spec, set_, pass_file), arch, kind, as_json=json)
+        return
+    refuse(arch=arch, because="goes with --kernels")
     if diff is None:
         refuse(full=full, because="goes with --diff")
     else:

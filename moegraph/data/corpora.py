@@ -18,6 +18,7 @@ from moegraph.data.manifest import MANIFEST_NAME, Inputs
 from moegraph.data.sources import Document, documents_digest
 from moegraph.errors import DataError
 from moegraph.specs.schema.run import CORPUS_PREFIX
+from moegraph.user_cache import user_cache
 
 # Tests, installed packages, and folders named after a build configuration differ from machine to machine.
 _LEFT_OUT_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -92,6 +93,4 @@ def resolve_source(source: str, base: Path) -> Path:
 
 
 def _cache_root() -> Path:
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    return cache / "moegraph" / "corpora"
+    return user_cache() / "corpora"

@@ -65,7 +65,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    role: Literal["embedding", "matrix", "router", "expert", "norm", "bias", "select_bias"]
+    role: Literal["embedding", "matrix", "router", "expert", "norm", "bias", "expert_bias", "select_bias"]
     init: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     trained: bool = True
@@ -74,7 +74,7 @@ class Parameter:
     @property
     def experts(self) -> bool:
         """Whether axis 0 counts experts."""
-        return self.role == "expert"
+        return self.role in ("expert", "expert_bias")
 
     @property
     def numel(self) -> int:

@@ -70,6 +70,11 @@ class Lowering:
         dtype = high_dtype(self.spec) if router else compute_dtype(self.spec)
         return self.builder.parameter(Parameter(name, (size,), "bias", "zeros", dtype=dtype))
 
+    def expert_bias(self, name: str, num_experts: int, size: int) -> fx.Node:
+        """A bias for each expert that starts at zero."""
+        dtype = compute_dtype(self.spec)
+        return self.builder.parameter(Parameter(name, (num_experts, size), "expert_bias", "zeros", dtype=dtype))
+
     def norm(self, name: str, x: fx.Node, width: int) -> fx.Node:
         """RMS norm over the last axis with a learned scale."""
         dtype = compute_dtype(self.spec)

@@ -25,7 +25,7 @@ def _swiglu(lowering: Lowering, name: str, x: fx.Node, d_ff: int) -> fx.Node:
 
 
 def lower_moe(lowering: Lowering, x: fx.Node, token_mask: fx.Node | None) -> fx.Node:
-    """x [T, D] → [T, D]: route, permute into expert order, two grouped products around SwiGLU, combine.
+    """x [T, D] → [T, D]: route, permute into expert order, the experts, combine.
 
     Declares the metrics `expert_counts` [E], `probability_sum` [E] and `router_entropy` 0-d, over unmasked tokens.
     """
@@ -39,18 +39,40 @@ def lower_moe(lowering: Lowering, x: fx.Node, token_mask: fx.Node | None) -> fx.
     row_weight = call("moe.row_weight", ops.gather_weights, weights, order, inverse, offsets)
     if moe.router.apply == "input":
         rows = call("moe.weighted", ops.scale_rows, rows, row_weight)
-    w_up = lowering.weight("moe.w_up", experts, 2 * moe.d_ff, d_model, role="expert")
-    up = call("moe.up", ops.grouped_mm, rows, w_up, offsets)
-    act = call("moe.act", ops.swiglu, up)
-    w_down = lowering.weight("moe.w_down", experts, d_model, moe.d_ff, role="expert", into_residual=True)
-    down = call("moe.down", ops.grouped_mm, act, w_down, offsets)
+    down = _experts(lowering, rows, offsets)
     if moe.router.apply == "output":
         down = call("moe.weighted", ops.scale_rows, down, row_weight)
     out = call("moe.combine", ops.combine, down, order, inverse, offsets, top_k=moe.top_k)
+    if moe.output_bias:
+        out = call("moe.output", ops.add_bias, out, lowering.bias("moe.output.bias", d_model))
     if moe.shared is not None:
         out = call("moe.sum", ops.add, out, _shared(lowering, x))
     _metrics(lowering, logits, ids, token_mask)
     return out
+
+
+def _experts(lowering: Lowering, rows: fx.Node, offsets: fx.Node) -> fx.Node:
+    """rows [R, D] sorted by expert → [R, D]: two grouped products around a gated activation, biases where wanted."""
+    moe, call = lowering.spec.model.moe, lowering.builder.call
+    assert moe is not None
+    d_model, experts = lowering.spec.model.d_model, moe.num_experts
+
+    def product(name: str, x: fx.Node, weight: fx.Node, width: int) -> fx.Node:
+        out = call(f"moe.{name}", ops.grouped_mm, x, weight, offsets)
+        if not moe.expert_bias:
+            return out
+        bias = lowering.expert_bias(f"moe.{name}.bias", experts, width)
+        return call(f"moe.{name}_biased", ops.add_expert_bias, out, bias, offsets)
+
+    w_up = lowering.weight("moe.w_up", experts, 2 * moe.d_ff, d_model, role="expert")
+    up = product("up", rows, w_up, 2 * moe.d_ff)
+    if moe.activation == "swiglu":
+        act = call("moe.act", ops.swiglu, up)
+    else:
+        clamp = moe.activation
+        act = call("moe.act", ops.swiglu_clamped, up, alpha=clamp.alpha, limit=clamp.limit)
+    w_down = lowering.weight("moe.w_down", experts, d_model, moe.d_ff, role="expert", into_residual=True)
+    return product("down", act, w_down, d_model)
 
 
 def _route(lowering: Lowering, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

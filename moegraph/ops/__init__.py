@@ -22,13 +22,14 @@ from moegraph.ops.balance import (
 )
 from moegraph.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from moegraph.ops.embedding import embedding, embedding_wgrad
+from moegraph.ops.expert_bias import add_bias, add_expert_bias, expert_bias_wgrad
 from moegraph.ops.expert_ffn import expert_ffn, expert_ffn_dgrad
 from moegraph.ops.flops import flops
 from moegraph.ops.grouped_mm import grouped_mm, grouped_mm_backend, grouped_mm_dgrad, grouped_mm_wgrad
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
-from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
+from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.registry import NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
@@ -40,6 +41,8 @@ __all__ = [
     "WEIGHT_GRADIENTS",
     "Facts",
     "add",
+    "add_bias",
+    "add_expert_bias",
     "attention",
     "attention_backend",
     "attention_backward",
@@ -51,6 +54,7 @@ __all__ = [
     "cross_entropy_backward",
     "embedding",
     "embedding_wgrad",
+    "expert_bias_wgrad",
     "expert_counts",
     "expert_ffn",
     "expert_ffn_dgrad",
@@ -80,6 +84,7 @@ __all__ = [
     "sort_by_expert",
     "split_heads",
     "swiglu",
+    "swiglu_clamped",
     "token_mask",
     "z_loss",
 ]

@@ -1,13 +1,14 @@
-"""The experts as one operator: gather, up projection, SwiGLU, down projection, router weight; and its gradient.
+"""The experts as one operator: gather, up projection, activation, down projection, router weight; and its gradient.
 
-    z = x[token of row] · W_upᵀ          kept for backward (with x and the int32 metadata, nothing else)
-    y = row_weight · (silu(gate) · up) · W_downᵀ
+    z = x[token of row] · W_upᵀ (+ b_up)     kept for backward (with x and the int32 metadata, nothing else)
+    y = row_weight · (act(z) · W_downᵀ (+ b_down))
 
 `combine` of y is then a plain sum. In backward `expert_ffn_dgrad` makes, in one product over the rows of the output's
 gradient, the gradients of z and of the router weight and the scaled activation that the weight gradient of W_down
 needs; the rest are `grouped_mm_dgrad`, two `grouped_mm_wgrad`, `permute` and `combine`, each an operator of its own, so
 that a schedule can put weight gradients off. (What is saved, and the router gradient without the output: SonicMoE,
-arXiv 2512.14080.)
+arXiv 2512.14080.) With `recompute` z is not kept either: backward makes it again from the rows of x that it gathers
+anyway, at the price of one more up projection.
 
 Legend: T tokens, D model width, F expert width, E experts, K top-k, R = T·K rows sorted by expert.
 """
@@ -17,17 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moegraph.ops.grouped_mm import grouped_mm_dgrad, grouped_mm_wgrad, loop_rows, uses_kernels
+from moegraph.ops.expert_bias import add_expert_bias, expert_bias_wgrad, expert_of_row
+from moegraph.ops.grouped_mm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad, product, product_dgrad, uses_kernels
 from moegraph.ops.permute import permute_rows, sum_rows
 
+Clamp = tuple[float, float]
 
-def _activation(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(silu(gate) · up, silu(gate), slope of silu at gate), in fp32 (fp64 for fp64)."""
-    wide = z if z.dtype == torch.float64 else z.float()
-    gate, up = wide.chunk(2, -1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return silu * up, silu, sigmoid + silu * (1 - sigmoid)
+
+def _slopes(z: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(activation, its derivative by gate, its derivative by up) in fp32 (fp64 for fp64); limit 0 is plain SwiGLU."""
+    gate, up = (z if z.dtype == torch.float64 else z.float()).chunk(2, -1)
+    if not limit:
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        return silu * up, up * (sigmoid + silu * (1 - sigmoid)), silu
+    free_gate, free_up = gate <= limit, up.abs() <= limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    sigmoid = torch.sigmoid(alpha * gate)
+    by_gate = up * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    by_up = gate * sigmoid
+    return by_up * up, torch.where(free_gate, by_gate, 0), torch.where(free_up, by_up, 0)
 
 
 @torch.library.custom_op("moegraph::expert_ffn", mutates_args=())
@@ -39,19 +49,28 @@ def _expert_ffn(
     row_weight: Tensor,
     w_up: Tensor,
     w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     top_k: int,
+    alpha: float,
+    limit: float,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    if uses_kernels(x, w_up.shape[1] // 2, x.shape[1]):
-        from moegraph.kernels.rows_gemm import grouped_mm
+    if uses_kernels("up_swiglu", x, w_up.shape[1] // 2, x.shape[1], order.shape[0], offsets.shape[0]):
+        from moegraph.kernels import rows_gemm
+        from moegraph.kernels.activation import Activation
         from moegraph.kernels.up_swiglu import up_swiglu
 
         token = torch.div(order, top_k, rounding_mode="floor")
-        z, act = up_swiglu(x, token, w_up, offsets)
-        return grouped_mm(act, w_down, offsets, row_weight=row_weight), z
+        activation = Activation(limit > 0, alpha, limit)
+        z, act = up_swiglu(x, token, w_up, offsets, bias=b_up, activation=activation)
+        return rows_gemm.grouped_mm(act, w_down, offsets, bias=b_down, row_weight=row_weight), z
     rows = permute_rows(x, order, inverse, offsets, top_k)
-    z = loop_rows(rows, w_up.transpose(1, 2), offsets, w_up.shape[1])
-    act = _activation(z)[0].to(x.dtype)
-    y = loop_rows(act, w_down.transpose(1, 2), offsets, w_down.shape[1])
+    z = product(rows, w_up.contiguous(), offsets)
+    z = z if b_up is None else add_expert_bias(z, b_up, offsets)
+    act = _slopes(z, alpha, limit)[0].to(x.dtype)
+    y = product(act, w_down.contiguous(), offsets)
+    y = y if b_down is None else add_expert_bias(y, b_down, offsets)
     return (y * row_weight[:, None]).to(x.dtype), z
 
 
@@ -64,7 +83,12 @@ def _(
     row_weight: Tensor,
     w_up: Tensor,
     w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
     top_k: int,
+    alpha: float,
+    limit: float,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor]:
     rows = order.shape[0]
     return x.new_empty(rows, w_down.shape[1]), x.new_empty(rows, w_up.shape[1])
@@ -72,43 +96,59 @@ def _(
 
 @torch.library.custom_op("moegraph::expert_ffn_dgrad", mutates_args=())
 def expert_ffn_dgrad(
-    grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, offsets: Tensor
+    grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, offsets: Tensor, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad [R, D], z [R, 2F], row_weight [R], w_down [E, D, F] → dz [R, 2F], row_weight · activation [R, F], and the
-    gradient of row_weight [R]. Rows past offsets[-1] are zeros."""
+    gradient of row_weight [R]. Rows past offsets[-1] are zeros. `limit` 0 is plain SwiGLU, else the clamped one."""
     grad = grad.contiguous()
-    if uses_kernels(grad, w_down.shape[2], w_down.shape[1]):
+    if uses_kernels("dgrad_swiglu", grad, w_down.shape[2], w_down.shape[1], grad.shape[0], offsets.shape[0]):
+        from moegraph.kernels.activation import Activation
         from moegraph.kernels.dgrad_swiglu import dgrad_swiglu
 
-        return dgrad_swiglu(grad, w_down, z, row_weight, offsets)
+        return dgrad_swiglu(grad, w_down, z, row_weight, offsets, activation=Activation(limit > 0, alpha, limit))
     real = (torch.arange(grad.shape[0], device=grad.device) < offsets[-1])[:, None]
-    da = loop_rows(grad, w_down, offsets, w_down.shape[2]).to(row_weight.dtype)
-    act, silu, slope = _activation(torch.where(real, z, 0))
-    up = torch.where(real, z, 0).to(act.dtype).chunk(2, -1)[1]
-    weighted = da * torch.where(real, row_weight[:, None], 0)
-    dz = torch.cat([weighted * up * slope, weighted * silu], 1)
-    scaled = act * torch.where(real, row_weight[:, None], 0)
-    return dz.to(z.dtype), scaled.to(z.dtype), (da * act).sum(1)
+    da = product_dgrad(grad, w_down.contiguous(), offsets).to(row_weight.dtype)
+    act, by_gate, by_up = _slopes(torch.where(real, z, 0), alpha, limit)
+    weight = torch.where(real, row_weight[:, None], 0)
+    weighted = da * weight
+    dz = torch.cat([weighted * by_gate, weighted * by_up], 1)
+    return dz.to(z.dtype), (act * weight).to(z.dtype), (da * act).sum(1)
 
 
 @expert_ffn_dgrad.register_fake
-def _(grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, offsets: Tensor, alpha: float, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return z.new_empty(z.shape), z.new_empty(z.shape[0], w_down.shape[2]), row_weight.new_empty(z.shape[0])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.top_k = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.top_k, ctx.alpha, ctx.limit, ctx.recompute = inputs
+    ctx.save_for_backward(*tensors, None if ctx.recompute else output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, order, inverse, offsets, row_weight, w_up, w_down, z = ctx.saved_tensors
-    dz, scaled, d_weight = expert_ffn_dgrad(grad, z, row_weight, w_down, offsets)
+    x, order, inverse, offsets, row_weight, w_up, w_down, b_up, b_down, z = ctx.saved_tensors
+    rows = None
+    if z is None:
+        rows = permute_rows(x, order, inverse, offsets, ctx.top_k)
+        z = grouped_mm(rows, w_up, offsets)
+        z = z if b_up is None else add_expert_bias(z, b_up, offsets)
+    dz, scaled, d_weight = expert_ffn_dgrad(grad, z, row_weight, w_down, offsets, ctx.alpha, ctx.limit)
     d_down = grouped_mm_wgrad(grad, scaled, offsets)
     dx = sum_rows(grouped_mm_dgrad(dz, w_up, offsets), order, inverse, offsets, ctx.top_k)
-    d_up = grouped_mm_wgrad(dz, permute_rows(x, order, inverse, offsets, ctx.top_k), offsets)
-    return dx, None, None, None, d_weight, d_up, d_down, None
+    rows = permute_rows(x, order, inverse, offsets, ctx.top_k) if rows is None else rows
+    d_up = grouped_mm_wgrad(dz, rows, offsets)
+    d_b_up = d_b_down = None
+    if b_up is not None:
+        d_b_up = expert_bias_wgrad(dz, offsets)
+    if b_down is not None:
+        d_b_down = expert_bias_wgrad((grad * row_weight[:, None]).to(grad.dtype), offsets)
+        expert, real = expert_of_row(grad.shape[0], offsets)
+        bias = b_down.index_select(0, expert).to(row_weight.dtype)
+        d_weight = d_weight + torch.where(real, (grad * bias).sum(1), 0.0)
+    return dx, None, None, None, d_weight, d_up, d_down, d_b_up, d_b_down, None, None, None, None
 
 
 _expert_ffn.register_autograd(_backward, setup_context=_setup)
@@ -122,15 +162,33 @@ def expert_ffn(
     row_weight: Tensor,
     w_up: Tensor,
     w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     top_k: int,
+    clamp: Clamp | None = None,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x [T, D], order and inverse [R], offsets [E], row_weight [R], w_up [E, 2F, D], w_down [E, D, F] → y, z.
 
-    y [R, D] and z [R, 2F]. y is weighted: `combine` sums it. z is the pre-activation, an output because it is what
-    backward keeps; it has no gradient. Rows past offsets[-1] are zeros.
+    b_up [E, 2F] and b_down [E, D] are biases of the experts; `clamp` = (alpha, limit) is the clamped SwiGLU, None the
+    plain one. y [R, D] and z [R, 2F]. y is weighted: `combine` sums it. z is the pre-activation, an output because it
+    is what backward keeps (unless `recompute`); it has no gradient. Rows past offsets[-1] are zeros.
     """
+    alpha, limit = clamp if clamp is not None else (0.0, 0.0)
     result: tuple[Tensor, Tensor] = _expert_ffn(
-        x.contiguous(), order, inverse, offsets, row_weight, w_up, w_down, top_k
+        x.contiguous(),
+        order,
+        inverse,
+        offsets,
+        row_weight,
+        w_up,
+        w_down,
+        b_up,
+        b_down,
+        top_k,
+        alpha,
+        limit,
+        recompute,
     )
     return result

@@ -19,6 +19,11 @@ from moegraph.ops.precision import accumulate_dtype
 
 @torch.library.custom_op("moegraph::sort_by_expert", mutates_args=())
 def _sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    if ids.device.type == "cuda" and ids.dtype == torch.int32:
+        from moegraph.kernels import sort_rows
+
+        if num_experts <= sort_rows.MAX_EXPERTS:
+            return sort_rows.sort_by_expert(ids, num_experts)
     flat = ids.reshape(-1)
     key = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     key, order = torch.sort(key, stable=True)
@@ -40,6 +45,7 @@ def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Chosen experts ids [T, K] → (order [R], inverse [R], offsets [E]), all int32; the sort is stable.
 
+    On CUDA moegraph's Triton kernels sort int32 ids of up to 1024 experts; elsewhere torch.sort gives the same rows.
     Equal ids always give equal rows, so the order of accumulation in every weight gradient is reproducible.
     """
     result: tuple[Tensor, Tensor, Tensor] = _sort_by_expert(ids, num_experts)
@@ -66,7 +72,7 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top
     if _uses_kernels(x):
         from moegraph.kernels import move_rows
 
-        return move_rows.permute(x.contiguous(), order, offsets, top_k)
+        return move_rows.permute(x.contiguous(), inverse, offsets, top_k)
     token = torch.div(order, top_k, rounding_mode="floor")
     return _zero_past(x.index_select(0, token), offsets)
 

@@ -74,6 +74,45 @@ def swiglu(z: Tensor) -> Tensor:
     return _Swiglu.apply(z)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _SwigluClamped(torch.autograd.Function):
+    """Saves z only. With g = dL/da and σ = σ(α·gate): d up = g·gate·σ, d gate = g·(up + 1)·σ·(1 + α·gate·(1 - σ)),
+    each zero where its half was clamped (at the limit itself it is not, as with `torch.clamp`)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate, up = z.to(accumulate_dtype(z.dtype)).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return ((up + 1.0) * (gate * torch.sigmoid(alpha * gate))).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (z,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        wide = accumulate_dtype(z.dtype)
+        free_gate, free_up = z.to(wide).chunk(2, dim=-1)
+        gate, up = free_gate.clamp(max=limit), free_up.clamp(-limit, limit)
+        grad = grads[0].to(wide)
+        sigma = torch.sigmoid(alpha * gate)
+        grad_gate = grad * (up + 1.0) * (sigma * (1.0 + alpha * gate * (1.0 - sigma)))
+        grad_up = grad * (gate * sigma)
+        grad_gate = torch.where(free_gate <= limit, grad_gate, 0.0)
+        grad_up = torch.where(free_up.abs() <= limit, grad_up, 0.0)
+        return torch.cat((grad_gate, grad_up), dim=-1).to(z.dtype), None, None
+
+
+def swiglu_clamped(z: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """The gated activation of gpt-oss (arXiv 2508.10925), gate half first: z [R, 2F] → [R, F].
+
+    (up + 1) · gate · σ(alpha · gate) with gate = min(z[:, :F], limit) and up = z[:, F:] clamped to ±limit. Computed in
+    float32 (float64 for float64) and rounded once. A row of zeros stays one.
+    """
+    if z.shape[-1] % 2:
+        raise ValueError(f"swiglu_clamped needs an even last dimension (gate and up halves), got {z.shape[-1]}")
+    return _SwigluClamped.apply(z, alpha, limit)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _ScaleRows(torch.autograd.Function):
     """Saves y and the weights; dy = g·w, dw = Σ_D g·y, the sum in the wide dtype."""
 

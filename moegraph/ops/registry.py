@@ -22,12 +22,13 @@ from moegraph.ops.balance import (
 )
 from moegraph.ops.cross_entropy import cross_entropy
 from moegraph.ops.embedding import embedding
+from moegraph.ops.expert_bias import add_bias, add_expert_bias
 from moegraph.ops.expert_ffn import expert_ffn
 from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
-from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu
+from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
@@ -36,7 +37,9 @@ _mg = torch.ops.moegraph
 
 # Nothing but a parameter's gradient depends on these, so a schedule may put them off. The weight gradients of
 # `linear` and `router_logits` are plain aten.mm and are found by what depends on them.
-WEIGHT_GRADIENTS: frozenset[Any] = frozenset({_mg.embedding_wgrad.default, _mg.grouped_mm_wgrad.default})
+WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
+    {_mg.embedding_wgrad.default, _mg.grouped_mm_wgrad.default, _mg.expert_bias_wgrad.default}
+)
 
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.
@@ -70,6 +73,9 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     split_heads: Facts("pointwise"),
     merge_heads: Facts("pointwise"),
     swiglu: Facts("pointwise"),
+    swiglu_clamped: Facts("pointwise"),
+    add_bias: Facts("pointwise"),
+    add_expert_bias: Facts("pointwise", (_mg.expert_bias_wgrad.default,)),
     sigmoid_gate: Facts("pointwise"),
     token_mask: Facts("pointwise"),
     scaled_sum: Facts("pointwise"),

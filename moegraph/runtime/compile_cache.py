@@ -22,6 +22,7 @@ from moegraph._torch_compat import inductor_headers_in
 from moegraph.errors import RunError
 from moegraph.runtime.cache_contents import keep_contents, remove_unknown, users_of
 from moegraph.runtime.manifest import versions
+from moegraph.user_cache import user_cache
 
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # the one way torch offers to choose the folder
 _TRITON = "TRITON_CACHE_DIR"
@@ -95,9 +96,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _private_folder(name: str) -> Path:
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    root = base / "moegraph" / "compiled"
+    root = user_cache() / "compiled"
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         for part in (root, root / name):
@@ -105,8 +104,8 @@ def _private_folder(name: str) -> Path:
             _make_private(part)
     except OSError as error:
         raise RunError(
-            f"the compile cache {root / name} cannot be made: {error.strerror or error}; make {base} writable, or set "
-            "XDG_CACHE_HOME to a folder of yours"
+            f"the compile cache {root / name} cannot be made: {error.strerror or error}; make {root.parents[1]} "
+            "writable, or set XDG_CACHE_HOME to a folder of yours"
         ) from error
     return root / name
 

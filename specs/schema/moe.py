@@ -76,7 +76,8 @@ class Balance(Section):
 
 
 class SwigluClamped(Section):
-    """The gpt-oss activation. Waits for later work."""
+    """The gpt-oss activation (arXiv 2508.10925): (up + 1) · gate · sigmoid(alpha · gate), with the gate clamped from
+    above at `limit` and up clamped to ± `limit`."""
 
     kind: Literal["swiglu_clamped"]
     alpha: Positive = 1.702
@@ -84,7 +85,12 @@ class SwigluClamped(Section):
 
 
 class Moe(Section):
-    """A layer of `num_experts` SwiGLU experts of width `d_ff`, of which each token visits `top_k`."""
+    """A layer of `num_experts` experts of width `d_ff`, of which each token visits `top_k`.
+
+    `activation` is SwiGLU or its clamped variant (shared experts and dense layers are always SwiGLU); `expert_bias`
+    gives each expert a bias on its up and its down projection; `output_bias` adds one bias to what the experts of a
+    token sum up to.
+    """
 
     num_experts: Annotated[int, Field(ge=1, le=2**16)]
     top_k: Annotated[int, Field(ge=1, le=2**10)]

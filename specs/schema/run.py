@@ -55,9 +55,11 @@ class PassSwitch(Section):
 
 
 class FuseExpertsOptions(Section):
-    """Off unless asked for: the operators it puts in are measured on H200 only so far."""
+    """Off unless asked for: the operators it puts in are measured on H200 only so far. `recompute` keeps no
+    pre-activation: backward computes it again, one more up projection."""
 
     enabled: bool = False
+    recompute: bool = False
 
 
 class RecomputeOptions(Section):

@@ -1,14 +1,28 @@
-"""`moegraph bench`: figures of a step come with the numbers that make them, and calls that cannot work are refused."""
+"""`moegraph bench`: figures come with the numbers that make them, and calls that cannot work are refused."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from .conftest import Moegraph
+
+PEERS_FILE = Path(__file__).parents[1] / "benchmarks" / "peers_file.py"
+SMALL_LAYER = (
+    *("bench", "layer", "--device", "cpu", "--tokens", "64", "--d-model", "32", "--d-ff", "16"),
+    *("--experts", "4", "--top-k", "2", "--repeats", "1", "--backward"),
+)
+
+
+@pytest.fixture(autouse=True)
+def forget_peers() -> Iterator[None]:
+    yield
+    sys.modules.pop("peers_file", None)
 
 
 def test_a_step_is_timed_and_its_figures_agree(small: Path, moegraph: Moegraph) -> None:
@@ -21,11 +35,62 @@ def test_a_step_is_timed_and_its_figures_agree(small: Path, moegraph: Moegraph) 
     assert found["active_parameters"] <= found["parameters"]
 
 
+def test_a_layer_is_timed_for_several_presets_beside_peers_as_json(moegraph: Moegraph) -> None:
+    peers = ("--peers", "right,products", "--peers-file", PEERS_FILE)
+    done = moegraph(*SMALL_LAYER, "--preset", "A,wide", "--skew", "0.5", *peers, "--json")
+    assert done.status == 0, done.err
+    a, wide = done.json["presets"]
+    assert [a["preset"], wide["preset"]] == ["A", "wide"]
+    names = ["moegraph", "moegraph, separate operators", "right", "products", "dense 256³", "copy"]
+    assert [row["name"] for row in a["rows"]] == names
+    assert "moegraph, router and losses" in [row["name"] for row in wide["rows"]]
+    assert a["shape"] == {"tokens": 64, "d_model": 32, "d_ff": 16, "experts": 4, "top_k": 2, "skew": 0.5}
+    assert a["dtype"] == "bfloat16"
+    assert a["compiled"] is False
+    assert a["error_tokens"] == 64
+    assert a["failed"] == a["wrong"] == {}
+    assert set(a["floor_bytes"]) == {"forward", "forward_backward"}
+    for key in ("dense_rate_before", "dense_rate", "dense_rate_after", "copy_bytes_per_second"):
+        assert a[key] > 0
+    row = a["rows"][0]
+    timing = {"milliseconds", "least_milliseconds", "tflops", "share_of_dense", "share_of_floor"}
+    assert set(row["forward"]) == set(row["forward_backward"]) == timing
+    assert set(row["error"]) == set(row["worst_tile"]) == {"out", "dx", "dlogits", "dw_up", "dw_down"}
+    assert "a peer that prints" in done.err
+
+
+def test_a_layer_prints_a_table_and_a_broken_peer_its_reason(moegraph: Moegraph) -> None:
+    done = moegraph(*SMALL_LAYER, "--peers", "broken,right", "--peers-file", PEERS_FILE)
+    assert done.status == 1
+    assert "broken failed: RuntimeError: no such chip" in done.out
+    assert "broken failed: RuntimeError: no such chip" in done.err
+    lines = done.out.splitlines()
+    assert any(line.startswith("forward") and "fwd+bwd ms" in line and "of floor" in line for line in lines)
+    assert sum(line.startswith("right") for line in lines) == 2
+    assert "float64" in done.out
+
+
+def test_a_wrong_peer_ends_with_status_3(moegraph: Moegraph) -> None:
+    done = moegraph(*SMALL_LAYER, "--peers", "wrong", "--peers-file", PEERS_FILE)
+    assert done.status == 3
+    assert "preset A, wrong: not right, dw_up" in done.err
+
+
+def test_a_layer_without_errors_has_no_error_columns(moegraph: Moegraph) -> None:
+    done = moegraph(*SMALL_LAYER, "--no-error", "--dtype", "fp32")
+    assert done.status == 0, done.err
+    assert "float32, eager" in done.out
+    assert "float64" not in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["layer", "--preset", "Z"], "one of A, C, D, Q, wide"),
+        (["layer", "--preset", "Z"], "--preset Z: A, C, D, Q, wide, one or several with commas between"),
         (["layer", "--experts", "4", "--top-k", "5"], "--top-k 5 is more than --experts 4"),
+        (["layer", "--peers", "sonic"], "--peers sonic needs --peers-file FILE"),
+        (["layer", "--peers-file", PEERS_FILE, "--device", "cpu"], "--peers NAMES is needed with --peers-file"),
+        (["layer", "--graph", "--device", "cpu"], "--graph replays CUDA graphs"),
         (["step", "presets/olmo3-47b.yaml"], "layout asks for 8 ranks"),
     ],
 )

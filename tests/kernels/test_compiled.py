@@ -1,5 +1,5 @@
-"""Every kernel compiled for three chips without a GPU: no spills, within shared memory, the chip's matrix instruction,
-asynchronous loads."""
+"""Every kernel, configured by rule, compiled for three chips without a GPU: no spills, within shared memory, the chip's
+matrix instruction, asynchronous loads. `test_compiled_tables.py` has more shapes and what tables say."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ import pytest
 import torch
 
 from moegraph.kernels.catalogue import launches
-from moegraph.kernels.compiled import CHIPS, compile_launch
+from moegraph.kernels.chips import CHIPS, Card
+from moegraph.kernels.compiled import compile_launch
 
 SHAPE = {"tokens": 32768, "d_model": 2048, "d_ff": 1024, "num_experts": 128, "top_k": 8}
-KERNELS = dict(launches(**SHAPE))
-PRODUCTS = [name for name in KERNELS if name not in ("permute", "combine")]
+KERNELS = {capability: dict(launches(**SHAPE, card=Card("any", capability))) for capability in CHIPS}
+ROUTING = ["top_k", "sort_count", "sort_scan", "sort_place"]
+MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward"]
+PRODUCTS = [name for name in KERNELS[90] if name not in ROUTING + MEMORY_BOUND]
 INSTRUCTION = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}
 
 
 @pytest.mark.parametrize("capability", CHIPS)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_uses_the_chips_matrix_unit_and_does_not_spill(name: str, capability: int) -> None:
-    report = compile_launch(KERNELS[name], capability)
+    report = compile_launch(KERNELS[capability][name], capability)
     assert report.fits, report
     assert report.matrix_instruction == INSTRUCTION[capability], report
     assert report.asynchronous_loads, report
 
 
-@pytest.mark.parametrize("name", ["permute", "combine"])
-def test_moving_rows_does_not_spill(name: str) -> None:
-    assert compile_launch(KERNELS[name], 90).fits
+@pytest.mark.parametrize("name", MEMORY_BOUND)
+def test_what_is_bound_by_memory_does_not_spill(name: str) -> None:
+    assert compile_launch(KERNELS[90][name], 90).fits
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("num_experts", [3, 128, 256, 1024])
+def test_choosing_and_sorting_does_not_spill(num_experts: int, capability: int) -> None:
+    kernels = dict(launches(**{**SHAPE, "num_experts": num_experts, "top_k": min(num_experts, 8)}))
+    for name in ROUTING:
+        report = compile_launch(kernels[name], capability)
+        assert report.fits, report
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -103,7 +103,7 @@ def test_rows_that_do_not_exist_are_not_felt() -> None:
     z[:end] = out[:end]
     grad = torch.full((rows.shape[0], 256), float("nan"), device="cuda", dtype=torch.bfloat16)
     grad[:end] = 1.0
-    for value in ops.expert_ffn_dgrad(grad, z, p["row_weight"], p["w_down"], p["offsets"]):
+    for value in ops.expert_ffn_dgrad(grad, z, p["row_weight"], p["w_down"], p["offsets"], 0.0, 0.0):
         assert torch.isfinite(value).all()
         assert (value[end:] == 0).all()
 

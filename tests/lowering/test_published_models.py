@@ -2,7 +2,8 @@
 
 Each case is a published architecture at a toy size; together they cover every norm placement, both q/k norms, partial
 and full rotary embedding, every way a router of these families scores and renormalises, shared experts with and
-without a gate, biases, dense first layers and sliding windows.
+without a gate, biases (in experts too), plain and clamped SwiGLU, dense first layers and sliding windows. What moegraph
+does not have yet is switched off in theirs: gpt-oss's attention sinks are so low that they take nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Case:
     dense: dict[str, Any] | None = None
     gate: str = "mlp.gate"
     shared: str = "mlp.shared_expert"
+    transposed: bool = False  # experts as [E, in, out], gate and up in turns
 
 
 CASES = {
@@ -101,6 +103,18 @@ CASES = {
         {"num_experts": 8, "top_k": 2, "d_ff": 16, "router": {"norm": {"kind": "sum"}}},
         {"eps": 1e-5},
     ),
+    "gpt_oss": Case(
+        "GptOssConfig", "GptOssForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 16, "num_local_experts": 8,
+         "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_alpha": 1.5, "swiglu_limit": 0.75,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qkv_bias": True, "output_bias": True,
+         "window": {"size": 5, "pattern": "LG"}, "rope": {"theta": 150000}},
+        {"num_experts": 8, "top_k": 2, "d_ff": 16, "expert_bias": True,
+         "activation": {"kind": "swiglu_clamped", "alpha": 1.5, "limit": 0.75},
+         "router": {"score": "none", "weight_from": "softmax_selected", "gate_bias": True}},
+        {"eps": 1e-5}, gate="mlp.router", transposed=True,
+    ),
 }  # fmt: skip
 
 
@@ -117,7 +131,9 @@ def published(case: Case) -> Any:
         model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "layernorm.weight", ".bias", "e_score_correction_bias")):
+            if name.endswith("sinks"):
+                value.fill_(-1e9)
+            elif name.endswith(("norm.weight", "layernorm.weight", ".bias", "e_score_correction_bias")):
                 value.add_(torch.randn_like(value) * 0.1)
             elif name.endswith("weight") or "experts" in name:
                 value.copy_(torch.randn_like(value) * 0.15)
@@ -146,18 +162,33 @@ def translated(source: Callable[[str], Tensor | None], case: Case, layers: int) 
             found[our + f"attention.{name}.weight"] = source(their + f"self_attn.{name}_proj.weight")
             found[our + f"attention.{name}.bias"] = source(their + f"self_attn.{name}_proj.bias")
             found[our + f"attention.{name}_norm.weight"] = source(their + f"self_attn.{name}_norm.weight")
-        found[our + "attention.output.weight"] = source(their + "self_attn.o_proj.weight")
+        for kind in ("weight", "bias"):
+            found[our + f"attention.output.{kind}"] = source(their + f"self_attn.o_proj.{kind}")
         if dense:
             found.update(_swiglu(source, our + "dense", their + "mlp"))
             continue
-        found[our + "moe.router.weight"] = source(their + f"{case.gate}.weight")
+        for kind in ("weight", "bias"):
+            found[our + f"moe.router.{kind}"] = source(their + f"{case.gate}.{kind}")
         found[our + "moe.select_bias"] = source(their + f"{case.gate}.e_score_correction_bias")
-        found[our + "moe.w_up"] = source(their + "mlp.experts.gate_up_proj")
-        found[our + "moe.w_down"] = source(their + "mlp.experts.down_proj")
+        found.update(_experts(source, our + "moe", their + "mlp.experts", case.transposed))
         if case.moe.get("shared"):
             found.update(_swiglu(source, our + "shared", their + case.shared))
             found[our + "shared.gate.weight"] = source(their + "mlp.shared_expert_gate.weight")
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _experts(
+    source: Callable[[str], Tensor | None], our: str, their: str, transposed: bool
+) -> dict[str, Tensor | None]:
+    up, down = source(f"{their}.gate_up_proj"), source(f"{their}.down_proj")
+    up_bias, down_bias = source(f"{their}.gate_up_proj_bias"), source(f"{their}.down_proj_bias")
+    if transposed:
+        assert up is not None
+        assert down is not None
+        assert up_bias is not None
+        up, down = torch.cat([up[..., ::2], up[..., 1::2]], -1).transpose(1, 2), down.transpose(1, 2)
+        up_bias = torch.cat([up_bias[:, ::2], up_bias[:, 1::2]], -1)
+    return {f"{our}.w_up": up, f"{our}.w_down": down, f"{our}.up.bias": up_bias, f"{our}.down.bias": down_bias}
 
 
 def _swiglu(source: Callable[[str], Tensor | None], our: str, their: str) -> dict[str, Tensor | None]:

@@ -59,6 +59,17 @@ def _experts(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, *metadata: Ten
     return ops.expert_ffn(x, *metadata, weight, up, down, top_k=K)
 
 
+def _gpt_oss(
+    x: Tensor, weight: Tensor, up: Tensor, down: Tensor, b_up: Tensor, b_down: Tensor, *metadata: Tensor
+) -> Any:
+    options: dict[str, Any] = {"top_k": K, "clamp": (1.702, 0.8)}
+    return ops.expert_ffn(x, *metadata, weight, up, down, b_up, b_down, **options)
+
+
+def _experts_again(x: Tensor, weight: Tensor, up: Tensor, down: Tensor, bias: Tensor, *metadata: Tensor) -> Any:
+    return ops.expert_ffn(x, *metadata, weight, up, down, bias, top_k=K, recompute=True)
+
+
 def _attention(**options: Any) -> Callable[..., Any]:
     return partial(ops.attention, scale=0.7, **options)
 
@@ -72,6 +83,7 @@ def _balance(function: Callable[..., Tensor], **options: Any) -> Callable[..., T
 
 
 HEADS = ((2, 5, 4, 2), (2, 5, 2, 2), (2, 5, 2, 2))
+EXPERTS = ((T, D), (T * K,), (E, 2 * F, D), (E, D, F))
 FULL, DROPPED = _sorted(), _sorted(dropped=True)
 
 CASES = [
@@ -92,6 +104,10 @@ CASES = [
     Case("scaled_sum", ops.scaled_sum, ((T,), ())),
     Case("heads", lambda x: ops.merge_heads(ops.split_heads(x, 1, T, 2)), ((T, D),)),
     Case("swiglu", ops.swiglu, ((T, 2 * F),)),
+    Case("swiglu_clamped", partial(ops.swiglu_clamped, alpha=1.702, limit=0.8), ((T, 2 * F),)),
+    Case("add_bias", ops.add_bias, ((T, D), (D,))),
+    Case("add_expert_bias", ops.add_expert_bias, ((T * K, D), (E, D)), FULL[2:]),
+    Case("add_expert_bias with tail", ops.add_expert_bias, ((T * K, D), (E, D)), DROPPED[2:]),
     Case("scale_rows", ops.scale_rows, ((T, D), (T,))),
     Case("route softmax", _router(norm_kind="sum"), ((T, E),)),
     Case(
@@ -111,8 +127,11 @@ CASES = [
     Case("gather_weights with tail", ops.gather_weights, ((T, K),), DROPPED),
     Case("grouped_mm", ops.grouped_mm, ((T * K, D), (E, F, D)), FULL[2:]),
     Case("grouped_mm with tail", ops.grouped_mm, ((T * K, D), (E, F, D)), DROPPED[2:]),
-    Case("expert_ffn", _experts, ((T, D), (T * K,), (E, 2 * F, D), (E, D, F)), FULL),
-    Case("expert_ffn with tail", _experts, ((T, D), (T * K,), (E, 2 * F, D), (E, D, F)), DROPPED),
+    Case("expert_ffn", _experts, EXPERTS, FULL),
+    Case("expert_ffn with tail", _experts, EXPERTS, DROPPED),
+    Case("expert_ffn of gpt-oss", _gpt_oss, (*EXPERTS, (E, 2 * F), (E, D)), FULL),
+    Case("expert_ffn of gpt-oss with tail", _gpt_oss, (*EXPERTS, (E, 2 * F), (E, D)), DROPPED),
+    Case("expert_ffn computed again", _experts_again, (*EXPERTS, (E, 2 * F)), DROPPED),
     Case("expert_counts", lambda ids, mask: ops.expert_counts(ids, mask, E), (), (IDS, MASK), differentiable=False),
     Case("router_probabilities softmax", lambda x: ops.router_probabilities(x, "softmax"), ((T, E),)),
     Case("router_probabilities sigmoid", lambda x: ops.router_probabilities(x, "sigmoid"), ((T, E),)),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moegraph import _torch_compat, ops
+from moegraph.kernels.chips import Card
 
 D, F = 6, 5
 
@@ -149,25 +150,25 @@ def test_combine_adds_in_slot_order_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "n", "k", "backend"),
+    ("where", "dtype", "n", "k", "backend"),
     [
-        ("cpu", torch.bfloat16, 64, 64, "loop"),
-        ("cuda", torch.bfloat16, 64, 64, "triton"),
-        ("cuda", torch.float32, 64, 64, "triton"),
-        ("cuda", torch.float64, 64, 64, "loop"),
-        ("cuda", torch.bfloat16, 60, 64, "loop"),
+        (torch.device("cpu"), torch.bfloat16, 64, 64, "loop"),
+        (Card("a Hopper", 90), torch.bfloat16, 64, 64, "triton"),
+        (Card("a Hopper", 90), torch.float32, 64, 64, "triton"),
+        (Card("a Hopper", 90), torch.float64, 64, 64, "loop"),
+        (Card("a Hopper", 90), torch.bfloat16, 60, 64, "loop"),
+        # A chip that was not measured keeps torch's grouped kernel.
+        (Card("a Blackwell", 103), torch.bfloat16, 64, 64, "_grouped_mm"),
+        (Card("an Ampere", 80), torch.bfloat16, 64, 64, "loop"),
     ],
 )
-def test_backend_of_grouped_mm_states_its_reason(device: str, dtype: torch.dtype, n: int, k: int, backend: str) -> None:
-    chosen, reason = ops.grouped_mm_backend(device, dtype, n, k)
+def test_backend_of_grouped_mm_states_its_reason(
+    where: torch.device | Card, dtype: torch.dtype, n: int, k: int, backend: str
+) -> None:
+    chosen, reason = ops.grouped_mm_backend("grouped_mm", dtype, n, k, 512, 8, where)
     assert chosen == backend
     assert reason
-    assert ("waits for the device" in reason) == (device == "cuda" and backend == "loop")
-
-
-def test_a_chip_that_was_not_measured_keeps_torchs_grouped_kernel() -> None:
-    assert ops.grouped_mm_backend("cuda", torch.bfloat16, 64, 64, (10, 3))[0] == "_grouped_mm"
-    assert ops.grouped_mm_backend("cuda", torch.bfloat16, 64, 64, (8, 0))[0] == "loop"
+    assert ("waits for the device" in reason) == (isinstance(where, Card) and backend == "loop")
 
 
 def test_grouped_kernel_of_cuda_is_called_by_its_schema() -> None:

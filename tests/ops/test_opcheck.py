@@ -36,12 +36,13 @@ def cross_entropy_backward_arguments() -> tuple[Any, ...]:
 
 def experts() -> tuple[Any, ...]:
     x, row_weight, w_up, w_down = floats((T, D), (T * K,), (E, 2 * F, D), (E, D, F), grad=True)
-    return x, *DROPPED, row_weight, w_up, w_down
+    b_up, b_down = floats((E, 2 * F), (E, D), grad=True)
+    return x, *DROPPED, row_weight, w_up, w_down, b_up, b_down, K, 1.7, 0.8
 
 
 def experts_backward_arguments() -> tuple[Any, ...]:
     grad, z, row_weight, w_down = floats((T * K, D), (T * K, 2 * F), (T * K,), (E, D, F))
-    return grad, z, row_weight, w_down, OFFSETS
+    return grad, z, row_weight, w_down, OFFSETS, 0.0, 0.0
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
@@ -58,8 +59,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "grouped_mm": (mg.grouped_mm, (*floats((T * K, D), (E, F, D), grad=True), OFFSETS), ALL),
     "grouped_mm_dgrad": (mg.grouped_mm_dgrad, (*floats((T * K, F), (E, F, D)), OFFSETS), NO_GRADIENT),
     "grouped_mm_wgrad": (mg.grouped_mm_wgrad, (*floats((T * K, F), (T * K, D)), OFFSETS), NO_GRADIENT),
-    "expert_ffn": (mg.expert_ffn, (*experts(), K), ALL),
+    "expert_ffn": (mg.expert_ffn, (*experts(), False), ALL),
     "expert_ffn_dgrad": (mg.expert_ffn_dgrad, experts_backward_arguments(), NO_GRADIENT),
+    "expert_bias_wgrad": (mg.expert_bias_wgrad, (*floats((T * K, D)), OFFSETS), NO_GRADIENT),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }

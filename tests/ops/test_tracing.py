@@ -61,7 +61,7 @@ def test_the_trace_check_sees_a_planted_size_that_depends_on_values() -> None:
     assert any("unknown size" in problem for problem in problems(trace(planted).graph))
 
 
-@pytest.mark.parametrize("name", ["grouped_mm", "embedding"])
+@pytest.mark.parametrize("name", ["grouped_mm", "embedding", "add_expert_bias"])
 def test_weight_gradient_is_a_node_that_no_input_gradient_needs(name: str) -> None:
     graph = trace(next(c for c in CASES if c.name == name)).graph
     weight_gradients = [n for n in graph.nodes if n.target in ops.WEIGHT_GRADIENTS]
@@ -82,7 +82,7 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
 def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     listed = {f.__name__ for f in ops.OPERATORS}
     gradients = {"attention_backward", "cross_entropy_backward", "embedding_wgrad", "gather_weights_backward"}
-    gradients |= {"grouped_mm_dgrad", "grouped_mm_wgrad", "expert_ffn_dgrad"}
+    gradients |= {"grouped_mm_dgrad", "grouped_mm_wgrad", "expert_ffn_dgrad", "expert_bias_wgrad"}
     helpers = {"attention_backend", "grouped_mm_backend", "flops", "Facts"}
     constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE"}
     assert listed == set(ops.__all__) - gradients - helpers - constants

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import fx
 
+from moegraph import ops
 from moegraph.compiled import compile
-from moegraph.graph.program import ports
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name
+from moegraph.graph.program import Unit, ports
+from moegraph.lowering import lower
+from moegraph.passes import PassContext
+from moegraph.passes.fuse_experts import FuseExperts
 from moegraph.verify.passes import verify_spec
 from tests.small_models import compute_step, random_batch, relative_error, small_spec
 
@@ -66,3 +74,78 @@ def test_recompute_never_runs_the_fused_experts_routing_twice() -> None:
     _, expected = compute_step(small_spec(ON), batch)
     _, gradients = compute_step(small_spec(ON, "passes.recompute.policy=full"), batch)
     assert torch.equal(gradients.flat, expected.flat)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.moe.activation={kind: swiglu_clamped, limit: 0.5}",),
+        ("model.moe.expert_bias=true",),
+        ("model.moe.activation={kind: swiglu_clamped}", "model.moe.expert_bias=true"),
+        ("passes.fuse-experts.recompute=true",),
+        ("passes.fuse-experts.recompute=true", "model.moe.expert_bias=true"),
+    ],
+)
+def test_every_kind_of_experts_has_the_losses_and_gradients_of_its_unfused_graph(overrides: tuple[str, ...]) -> None:
+    batch = random_batch(small_spec(), padding=3)
+    plain, expected = compute_step(small_spec(*(o for o in overrides if "passes" not in o)), batch)
+    compiled = compile(small_spec(ON, *overrides))
+    assert compiled.record("fuse-experts").count > 0
+    fused, gradients = compute_step(small_spec(ON, *overrides), batch, compiled=compiled)
+    assert relative_error(fused.loss, plain.loss) < 1e-12
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, expected[name]) < 1e-10, name
+
+
+def test_recompute_keeps_no_pre_activation_and_backward_makes_it_again() -> None:
+    unit = compile(small_spec(ON, "passes.fuse-experts.recompute=true")).program.units["moe"]
+    saved = {p.name for p in ports(unit.graphs["forward"], "outputs") if p.role == "saved"}
+    assert not any(name.startswith("moe.experts") for name in saved)
+    backward = [str(n.target) for n in unit.graphs["backward"].graph.nodes if n.op == "call_function"]
+    assert backward.count("moegraph.grouped_mm.default") == 1
+    assert backward.count("moegraph.permute.default") == 2  # the output's gradient, and x once for both uses
+
+
+def test_a_bias_behind_the_experts_is_not_in_the_way() -> None:
+    bias = "model.moe.output_bias=true"
+    batch = random_batch(small_spec())
+    assert compile(small_spec(ON, bias)).record("fuse-experts").count > 0
+    _, expected = compute_step(small_spec(bias), batch)
+    _, gradients = compute_step(small_spec(ON, bias), batch)
+    assert relative_error(gradients.flat, expected.flat) < 1e-10
+
+
+def lowered_layer(*overrides: str) -> tuple[Unit, Rewriter]:
+    program = lower(small_spec(*overrides))
+    return program.units["moe"], Rewriter(program.units["moe"].graphs["layer"], "mine")
+
+
+def note_of(unit: Unit, rewriter: Rewriter) -> str:
+    edited = unit.with_graphs({"layer": rewriter.finish()})
+    result = FuseExperts().apply(edited, PassContext(lower(small_spec(ON))))
+    assert result.unit is edited
+    return result.note
+
+
+def test_products_that_read_other_offsets_are_not_fused() -> None:
+    unit, rewriter = lowered_layer()
+    down = rewriter.find(ops.grouped_mm)[1]
+    other = rewriter.call_before(down, "moe.other", torch.clone, down.args[2])
+    down.args = (*down.args[:2], other)
+    assert "different orders or offsets" in note_of(unit, rewriter)
+
+
+def test_a_value_that_is_used_elsewhere_is_not_fused_away() -> None:
+    unit, rewriter = lowered_layer()
+    act = rewriter.find(ops.grouped_mm)[1].args[0]
+    assert isinstance(act, fx.Node)
+    rewriter.call_before(act.next, "moe.twice", ops.scale, act, 2.0)
+    assert f"{display_name(act)} is used elsewhere" in note_of(unit, rewriter)
+
+
+def test_an_operator_between_the_products_is_not_passed_over() -> None:
+    unit, rewriter = lowered_layer()
+    down = rewriter.find(ops.grouped_mm)[1]
+    scaled = rewriter.call_before(down, "moe.scaled", ops.scale, down.args[0], 2.0)
+    down.args = (scaled, *down.args[1:])
+    assert "not what lowering makes" in note_of(unit, rewriter)

@@ -87,7 +87,7 @@ ARCHITECTURES: dict[str, tuple[list[str], list[str]]] = {
             f"{A}={{sinks: true, qkv_bias: true, output_bias: true, window: {{size: 128, pattern: LG}}}}",
             f"{A}.rope={{theta: 150000, scaling: {YARN}}}",
         ],
-        [f"{A}.sinks", f"{A}.rope.scaling", "model.moe.activation", "model.moe.expert_bias"],
+        [f"{A}.sinks", f"{A}.rope.scaling"],
     ),
     "GraniteMoeSharedForCausalLM": (
         [
@@ -166,7 +166,7 @@ ARCHITECTURES: dict[str, tuple[list[str], list[str]]] = {
             f"{A}.experts={{num_experts: 8, top_k: 2}}",
             "model.moe.output_bias=true",
         ],
-        [f"{A}.experts", "model.moe.output_bias"],
+        [f"{A}.experts"],
     ),
     "HunYuanMoEV1ForCausalLM": (
         [RENORM, SHARED, f"{A}={{qk_norm: per_head, qk_norm_after_rope: true}}"],

@@ -133,6 +133,7 @@ REFUSED = [
     (["passes.recompute={policy: full, layers: [9]}"], "passes.recompute.layers", "there is no layer 9", "0 to 3"),
     (["passes.recompute.layers=[1]"], "passes.recompute.layers", "no effect with policy none", None),
     (["passes.recompute={policy: full, enabled: false}"], "passes.recompute.enabled", "switched off", None),
+    (["passes.fuse-experts.recompute=true"], "passes.fuse-experts.recompute", "switched off", None),
     (
         ["data.seq_len=8192", "train.tokens_per_step=8192"],
         "data.seq_len",
@@ -247,6 +248,7 @@ ACCEPTED = [
     ["model.attention={num_heads: 5, head_dim: 6, rope: {fraction: 0.3333333333}}"],
     ["model.attention={num_heads: 4, head_dim: 7, rope: null}"],
     ["passes.recompute={policy: selective, layers: [0, 3]}"],
+    ["passes.fuse-experts={enabled: true, recompute: true}"],
     [*PARALLEL],
     [*PARALLEL, "layout.transport=direct", "layout.capacity=2", "layout.overflow=error"],
     [*PIPELINE],

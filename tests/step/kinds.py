@@ -18,6 +18,7 @@ SHORT = ("data.seq_len=8", "train.tokens_per_step=16")
 TWO_LAYERS = ("model.num_layers=2", *SHORT)  # one dense, one of experts
 ONE_LAYER = ("model.num_layers=1", "model.dense=null", *SHORT)
 WITH_DENSE = ("plain", "windows", "only dense", "bf16", "full recompute")
+CLAMPED = "model.moe.activation={kind: swiglu_clamped, limit: 0.5}"
 SIGMOID = f"{R}={{score: sigmoid, select_bias: learned_free, groups: {{n: 4, keep: 2}}, "
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -31,6 +32,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "q and k norm over the full width": (f"{A}.qk_norm=full", "precision.compute=bf16"),
     "tied embeddings": ("model.tie_embeddings=true",),
     "biases": (f"{A}.qkv_bias=true", f"{A}.output_bias=true", f"{R}.gate_bias=true"),
+    "clamped experts with biases": (CLAMPED, "model.moe.expert_bias=true"),
+    "clamped experts, one bias behind them": (CLAMPED, "model.moe.output_bias=true", "precision.compute=bf16"),
+    "biases in experts, weights on the input": (
+        "model.moe.expert_bias=true",
+        f"{R}.apply=input",
+        "precision.compute=bf16",
+        "passes.recompute.policy=selective",
+    ),
     "no rope": (f"{A}.rope=null",),
     "interleaved half rope": (f"{A}.rope={{fraction: 0.5, interleaved: true}}",),
     "scales": ("model.embedding_scale=2.5", "model.residual_scale=0.5", "model.logit_scale=0.25"),

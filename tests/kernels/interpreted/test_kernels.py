@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from moegraph import ops
 from moegraph.kernels import dgrad_swiglu, move_rows, rows_gemm, up_swiglu, wgrad
+from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.kernels.tiles import tile_schedule, tile_schedule_reference
 from tests.kernels.cases import Ragged, ragged, relative_error, routed
 
 SMALL = Config(16, 32, 16, num_warps=4, num_stages=2)
+ACTIVATIONS = [pytest.param(Activation(), id="swiglu"), pytest.param(Activation(True, 1.7, 0.8), id="clamped")]
 SIZES = [(0, 1, 15, 16, 17), (33, 0, 0, 0), (5,), (0, 0), (7, 40, 2)]
 CASES = [pytest.param(ragged(s, tail), id=f"{s}+{tail}") for s in SIZES for tail in (0, 9) if sum(s) + tail]
 # Widths that are whole tiles, and widths that are not.
@@ -43,13 +48,18 @@ def test_the_schedule_is_that_of_the_reference(case: Ragged, block_m: int) -> No
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("k", "n"), WIDTHS)
-def test_products_over_ragged_rows_and_their_input_gradients(case: Ragged, k: int, n: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_over_ragged_rows_and_their_input_gradients(case: Ragged, k: int, n: int, parts: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(len(case.sizes), n, k)
     rows, grad, scale = torch.randn(case.rows, k), torch.randn(case.rows, n), torch.rand(case.rows)
-    have = rows_gemm.grouped_mm(poisoned(rows, case), weight, case.offsets, row_weight=scale, config=SMALL)
-    assert relative_error(have, grouped(rows, weight, case) * scale.double()[:, None]) < 1e-6
-    have = rows_gemm.grouped_mm(poisoned(grad, case), weight, case.offsets, transposed=True, config=SMALL)
+    bias, config = torch.randn(len(case.sizes), n), replace(SMALL, parts=parts)
+    options = {"bias": bias, "row_weight": scale, "config": config}
+    have = rows_gemm.grouped_mm(poisoned(rows, case), weight, case.offsets, **options)
+    want = grouped(rows, weight, case)
+    want[: case.rows - case.tail] += bias[case.expert_of_row].double()
+    assert relative_error(have, want * scale.double()[:, None]) < 1e-6
+    have = rows_gemm.grouped_mm(poisoned(grad, case), weight, case.offsets, transposed=True, config=config)
     assert relative_error(have, grouped(grad, weight.transpose(1, 2), case)) < 1e-6
 
 
@@ -70,29 +80,46 @@ def test_weight_gradients_and_what_they_are_added_to(case: Ragged, k: int, n: in
     assert relative_error(total, expected) < 1e-6
 
 
+def activated(z: Tensor, activation: Activation) -> Tensor:
+    """The operator that training differentiates, in z's dtype."""
+    if activation.clamped:
+        return ops.swiglu_clamped(z, alpha=activation.alpha, limit=activation.limit)
+    return ops.swiglu(z)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("d", "f"), WIDTHS)
-def test_the_gathered_up_projection_with_swiglu(case: Ragged, d: int, f: int) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gathered_up_projection_with_its_activation(
+    case: Ragged, d: int, f: int, activation: Activation, biased: bool
+) -> None:
     torch.manual_seed(0)
-    tokens = 6
-    x, weight = torch.randn(tokens, d), torch.randn(len(case.sizes), 2 * f, d)
+    tokens, experts = 6, len(case.sizes)
+    x, weight = torch.randn(tokens, d), torch.randn(experts, 2 * f, d)
+    bias = torch.randn(experts, 2 * f) if biased else None
     token = torch.randint(0, tokens, (case.rows,), dtype=torch.int32)
-    z, act = up_swiglu.up_swiglu(x, token, weight, case.offsets, config=SMALL)
+    z, act = up_swiglu.up_swiglu(x, token, weight, case.offsets, bias=bias, activation=activation, config=SMALL)
     want = grouped(x[token.long()], weight, case)
+    if bias is not None:
+        want[: case.rows - case.tail] += bias[case.expert_of_row].double()
     assert relative_error(z, want) < 1e-6
-    assert relative_error(act, torch.nn.functional.silu(want[:, :f]) * want[:, f:]) < 1e-6
+    assert relative_error(act, activated(want, activation)) < 1e-6
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("d", "f"), WIDTHS)
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_the_gradient_through_down_swiglu_and_router_weight(case: Ragged, d: int, f: int, parts: int) -> None:
+@pytest.mark.parametrize("kind", ["1", "2", "4", "separate"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_through_down_activation_and_router_weight(
+    case: Ragged, d: int, f: int, kind: str, activation: Activation
+) -> None:
     torch.manual_seed(0)
-    config = Config(16, 64, 16, num_warps=4, num_stages=2, parts=parts)
+    config = replace(SMALL, separate=True) if kind == "separate" else replace(SMALL, block_n=64, parts=int(kind))
     weight, grad = torch.randn(len(case.sizes), d, f), torch.randn(case.rows, d)
     z, scale = torch.randn(case.rows, 2 * f), torch.rand(case.rows)
     zz, ss = z.double().requires_grad_(), scale.double().requires_grad_()
-    act = torch.nn.functional.silu(zz[:, :f]) * zz[:, f:]
+    act = activated(zz, activation)
     real = torch.arange(case.rows) < case.rows - case.tail
     out = torch.zeros(case.rows, d, dtype=torch.float64)
     for r, e in enumerate(case.expert_of_row.tolist()):
@@ -101,9 +128,8 @@ def test_the_gradient_through_down_swiglu_and_router_weight(case: Ragged, d: int
         out.backward(grad.double())
     want_dz = torch.zeros_like(zz) if zz.grad is None else zz.grad
     want_ds = torch.zeros_like(ss) if ss.grad is None else ss.grad
-    dz, scaled, ds = dgrad_swiglu.dgrad_swiglu(
-        poisoned(grad, case), weight, poisoned(z, case), scale, case.offsets, config=config
-    )
+    poison = (poisoned(grad, case), weight, poisoned(z, case), scale, case.offsets)
+    dz, scaled, ds = dgrad_swiglu.dgrad_swiglu(*poison, activation=activation, config=config)
     assert relative_error(dz, want_dz) < 1e-6
     assert relative_error(ds, want_ds) < 1e-5
     assert relative_error(scaled, (act * ss[:, None]).detach() * real[:, None]) < 1e-6
@@ -114,7 +140,7 @@ def test_the_gradient_through_down_swiglu_and_router_weight(case: Ragged, d: int
 def test_permute_and_combine_move_rows_bit_for_bit(width: int, top_k: int) -> None:
     order, inverse, offsets = routed(21, 5, top_k)
     x = torch.randn(21, width)
-    rows = move_rows.permute(x, order, offsets, top_k)
+    rows = move_rows.permute(x, inverse, offsets, top_k)
     assert torch.equal(rows, x[order.long() // top_k])
     total = torch.zeros(21, width)
     for j in range(top_k):
@@ -123,9 +149,9 @@ def test_permute_and_combine_move_rows_bit_for_bit(width: int, top_k: int) -> No
 
 
 def test_permute_writes_zeros_and_combine_skips_rows_past_the_last_offset() -> None:
-    order, inverse, offsets = routed(10, 4, 2)
+    _, inverse, offsets = routed(10, 4, 2)
     offsets = offsets.clamp(max=13)
-    rows = move_rows.permute(torch.randn(10, 8), order, offsets, 2)
+    rows = move_rows.permute(torch.randn(10, 8), inverse, offsets, 2)
     assert (rows[13:] == 0).all()
     poisoned_rows = rows.clone()
     poisoned_rows[13:] = float("nan")
