@@ -7,14 +7,14 @@
 | `tiles.py` | the schedule of a ragged product | `tile_schedule_reference` |
 | `rows_gemm.py` | product over ragged rows, and its input gradient | `moegraph.ops.grouped_mm` on a CPU |
 | `up_swiglu.py` | gathered up projection with the activation in its epilogue | `moegraph.ops.expert_ffn` on a CPU |
-| `dgrad_swiglu.py` | gradient of down projection, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
-| `gated_backward.py` | gradient of activation and router weight as a pass of its own | `moegraph.ops.expert_ffn_dgrad` on a CPU |
+| `dgrad_swiglu.py` | gradient of down, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
+| `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not
-here (`compiled.py`). How it is tiled is chosen by `tuning.py`. Importing this package imports only torch, Triton, and of moegraph its errors
-and where the user's cache lies. Every kernel also runs in Triton's
-interpreter, which is how they are tested without a GPU.
+here (`compiled.py`). How it is tiled is chosen by `tuning.py`. Importing this package imports only torch, Triton, and
+of moegraph its errors and where the user's cache lies. Every kernel also runs in Triton's interpreter, which is how
+they are tested without a GPU.
 """

@@ -22,7 +22,7 @@ _GROUPS = (4, 8, 16)
 _STORES = [(parts, flatten, False) for parts in (1, 2) for flatten in (False, True)]
 # (parts, flatten, separate) per kernel; flattened, the fused gradient of the activation spills.
 _EPILOGUES = {
-    "up_swiglu": [(1, False, False), (1, True, False)],
+    "up_swiglu": [(1, False, False), (1, False, True), (1, True, True)],
     "grouped_mm": _STORES,
     "grouped_mm_dgrad": _STORES,
     "dgrad_swiglu": [(1, False, False), (2, False, False), (4, False, False)]

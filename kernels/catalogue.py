@@ -10,10 +10,11 @@ from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
 from moegraph.kernels.chips import Card
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
-from moegraph.kernels.move_rows import combine_launch, permute_launch
+from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.sort_rows import count_launch, default_block, place_launch, scan_launch
+from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule_launch
 from moegraph.kernels.top_k import top_k_launch
 from moegraph.kernels.tuning import choose_for
 
@@ -45,11 +46,17 @@ def launches(
     yield "sort_count", count_launch(ids, offsets, ends, block)
     yield "sort_scan", scan_launch(ends)
     yield "sort_place", place_launch(ids, ends, index(rows), index(rows), offsets, block)
+    limit = max_tiles(rows, num_experts, 128)
+    yield (
+        "tile_schedule",
+        tile_schedule_launch(offsets, rows, 128, Schedule(index(limit), index(limit), index(limit), index(1))),
+    )
     yield "permute", permute_launch(x, index(rows), offsets, wide, top_k)
     yield "combine", combine_launch(wide, index(rows), offsets, x, top_k)
     sums = tensor(num_parts(rows, num_experts), num_experts, 2 * d_ff, kind=torch.float32)
     yield "up_bias_grad", bias_grad_launch(z, offsets, sums)
     act, weight = tensor(rows, d_ff), tensor(rows, kind=torch.float32)
+    yield "router_weights", move_weights_launch(weight, index(rows), offsets, weight)
     yield "gated_backward", gated_backward_launch(act, z, weight, offsets, z, act, weight)
     sizes = {"tokens": tokens, "d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k}
     for name, problem in block_problems(**sizes, dtype=dtype).items():

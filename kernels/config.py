@@ -16,7 +16,8 @@ from moegraph.kernels.chips import CHIPS
 class Config:
     """block_m rows by block_n columns per tile, block_k of the contraction per step; group_m row blocks share their
     weights in L2; parts is how many column slices an epilogue works in; flatten lets the next tile's loads start
-    during an epilogue; separate (dgrad_swiglu only) runs the epilogue as a kernel of its own."""
+    during an epilogue; separate runs what is fused into the product as a kernel of its own: the gather of up_swiglu,
+    the epilogue of dgrad_swiglu."""
 
     block_m: int = 128
     block_n: int = 256
@@ -31,7 +32,7 @@ class Config:
     def __str__(self) -> str:
         text = f"{self.block_m}×{self.block_n}×{self.block_k} warps {self.num_warps} stages {self.num_stages}"
         text += f" group {self.group_m}" + (f" parts {self.parts}" if self.parts > 1 else "")
-        return text + (" flatten" if self.flatten else "") + (" separate epilogue" if self.separate else "")
+        return text + (" flatten" if self.flatten else "") + (" separate" if self.separate else "")
 
 
 def shared_memory(kernel: str, config: Config, dtype: torch.dtype, capability: int = 90) -> int:

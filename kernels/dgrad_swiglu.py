@@ -33,6 +33,8 @@ from moegraph.kernels.config import Config
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import (
     Launch,
+    load_half,
+    load_rows,
     persistent_programs,
     schedule_arguments,
     store_half,
@@ -49,10 +51,9 @@ from moegraph.kernels.tuning import choose_config
 def _slice(
     acc,
     s,
-    source,
-    begin,
-    size,
-    row,
+    first,
+    last,
+    live,
     col,
     z_desc,
     dz_desc,
@@ -64,14 +65,14 @@ def _slice(
     LIMIT: tl.constexpr,
 ):
     """The epilogue of COLS columns; returns their part of ds [ROWS]."""
-    gate = z_desc.load([source, 0, col]).reshape(ROWS, COLS).to(tl.float32)
-    up = z_desc.load([source, 1, col]).reshape(ROWS, COLS).to(tl.float32)
+    gate = load_half(z_desc, first, live, 0, col, ROWS, COLS).to(tl.float32)
+    up = load_half(z_desc, first, live, 1, col, ROWS, COLS).to(tl.float32)
     act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
     ds = tl.sum(acc * act, 1)
-    store_rows(act_desc, begin, size, row, col, (act * s).to(act_desc.dtype), ROWS, COLS)
+    store_rows(act_desc, first, last, col, (act * s).to(act_desc.dtype), ROWS, COLS)
     da = acc * s
-    store_half(dz_desc, begin, size, row, 1, col, (da * by_up).to(dz_desc.dtype), ROWS, COLS)
-    store_half(dz_desc, begin, size, row, 0, col, (da * by_gate).to(dz_desc.dtype), ROWS, COLS)
+    store_half(dz_desc, first, last, 1, col, (da * by_up).to(dz_desc.dtype), ROWS, COLS)
+    store_half(dz_desc, first, last, 0, col, (da * by_gate).to(dz_desc.dtype), ROWS, COLS)
     return ds
 
 
@@ -84,11 +85,10 @@ def dgrad_swiglu_kernel(
     act_desc,
     scale_ptr,
     ds_ptr,
-    offsets_ptr,
     expert_ptr,
     first_ptr,
+    last_ptr,
     count_ptr,
-    num_rows,
     E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
@@ -112,38 +112,28 @@ def dgrad_swiglu_kernel(
         pm, pn = tile_of(t, num_m, num_n, GROUP_M)
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
-        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
-        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        last = tl.load(last_ptr + pm)
         which = tl.minimum(e, E - 1)
-        real = e < E
-        # Rows that do not exist may hold NaN: past the end of a tensor a load gives zeros instead.
-        source = tl.where(real, first, num_rows)
+        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
-            g = grad_desc.load([source, k])
+            g = load_rows(grad_desc, first, live, k, BLOCK_M, BLOCK_K)
             w = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
         r = first + tl.arange(0, BLOCK_M)
-        s = tl.load(scale_ptr + r, mask=(r < last) & real, other=0.0)[:, None]
-        row = first - begin
-        size = last - begin
+        s = tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
         c = pn * BLOCK_N
         if PARTS == 1:
-            ds = _slice(
-                acc, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
-            )
+            ds = _slice(acc, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
         elif PARTS == 2:
             a0, a1 = tl.split(acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(
-                a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
-            )
+            ds = _slice(a0, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
             ds += _slice(
                 a1,
                 s,
-                source,
-                begin,
-                size,
-                row,
+                first,
+                last,
+                live,
                 c + COLS,
                 z_desc,
                 dz_desc,
@@ -157,16 +147,13 @@ def dgrad_swiglu_kernel(
         else:
             left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
             a0, a1 = tl.split(left.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(
-                a0, s, source, begin, size, row, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT
-            )
+            ds = _slice(a0, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
             ds += _slice(
                 a1,
                 s,
-                source,
-                begin,
-                size,
-                row,
+                first,
+                last,
+                live,
                 c + COLS,
                 z_desc,
                 dz_desc,
@@ -181,10 +168,9 @@ def dgrad_swiglu_kernel(
             ds += _slice(
                 a2,
                 s,
-                source,
-                begin,
-                size,
-                row,
+                first,
+                last,
+                live,
                 c + 2 * COLS,
                 z_desc,
                 dz_desc,
@@ -198,10 +184,9 @@ def dgrad_swiglu_kernel(
             ds += _slice(
                 a3,
                 s,
-                source,
-                begin,
-                size,
-                row,
+                first,
+                last,
+                live,
                 c + 3 * COLS,
                 z_desc,
                 dz_desc,
@@ -236,14 +221,14 @@ def dgrad_swiglu_launch(
     cols = c.block_n // c.parts
     programs = persistent_programs(grad.device)
     arguments = {
-        "grad_desc": TensorDescriptor.from_tensor(grad, [c.block_m, c.block_k]),
+        "grad_desc": create_ragged_descriptor(grad, [c.block_m, c.block_k]),
         "weight_desc": TensorDescriptor.from_tensor(weight, [1, c.block_k, c.block_n]),
-        "z_desc": TensorDescriptor.from_tensor(z.view(-1, 2, f), [c.block_m, 1, cols]),
+        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, cols]),
         "dz_desc": create_ragged_descriptor(dz.view(-1, 2, f), [c.block_m, 1, cols]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, cols]),
         "scale_ptr": row_weight,
         "ds_ptr": ds_parts,
-        **schedule_arguments(offsets, schedule, grad.shape[0]),
+        **schedule_arguments(schedule),
     }
     constants = {
         "E": num_experts,
@@ -271,6 +256,9 @@ def dgrad_swiglu(
     rows, (num_experts, d, f) = grad.shape[0], weight.shape
     c = config or choose_config("dgrad_swiglu", grad.dtype, f, d, rows, num_experts, grad.device).config
     dz, act = grad.new_empty(rows, 2 * f), grad.new_empty(rows, f)
+    if activation.clamped and not c.separate:  # its slopes do not fit in the registers of the fused epilogue
+        c = choose_config("grouped_mm_dgrad", grad.dtype, f, d, rows, num_experts, grad.device).config
+        c = replace(c, separate=True)
     if c.separate:
         ds = grad.new_empty(rows, dtype=torch.float32)
         da = grouped_mm(grad, weight, offsets, transposed=True, config=replace(c, separate=False))

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moegraph.kernels.config import Config
-from moegraph.kernels.tiles import Schedule
+
+if TYPE_CHECKING:
+    from moegraph.kernels.tiles import Schedule
 
 _INTERPRETED_PROGRAMS = 3  # enough to exercise a persistent loop; the interpreter runs programs one after another
 
@@ -52,14 +53,13 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def schedule_arguments(offsets: Tensor, schedule: Schedule, num_rows: int) -> dict[str, Any]:
+def schedule_arguments(schedule: Schedule) -> dict[str, Any]:
     """What every product over a schedule is told about its rows."""
     return {
-        "offsets_ptr": offsets,
         "expert_ptr": schedule.expert,
         "first_ptr": schedule.first,
+        "last_ptr": schedule.last,
         "count_ptr": schedule.num_tiles,
-        "num_rows": num_rows,
     }
 
 
@@ -86,18 +86,31 @@ def tile_of(t, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def store_rows(desc, begin, size, row, col, data, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Writes data [ROWS, COLS] to rows `begin + row …` of a ragged descriptor [R, C].
-
-    Rows at or past `begin + size`, and columns past C, are dropped by the bounds check of the store. (What
-    `triton.tools.ragged_tma` offers, with an explicit shape, so that it runs in the interpreter too.)"""
+def load_rows(desc, first, last, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows `first …` of a ragged descriptor [R, C], [ROWS, COLS]; those at or past `last`, and columns past C, are
+    zeros. (What `triton.tools.ragged_tma` offers, in the terms of a schedule, with an explicit shape.)"""
     big: tl.constexpr = 0x40000000
-    desc.store([big, begin + size, big - size + row, col], tl.reshape(data, (1, 1, ROWS, COLS)))
+    return desc.load([big, last, big + first - last, col]).reshape(ROWS, COLS)
 
 
 @triton.jit
-def store_half(desc, begin, size, row, half, col, data, ROWS: tl.constexpr, COLS: tl.constexpr):
+def load_half(desc, first, last, half, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`load_rows` from one half of rows that hold [gate | up]: a ragged descriptor [R, 2, F]."""
+    big: tl.constexpr = 0x40000000
+    return desc.load([big, last, big + first - last, half, col]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def store_rows(desc, first, last, col, data, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Writes data [ROWS, COLS] to rows `first …` of a ragged descriptor [R, C]; rows at or past `last`, and columns
+    past C, are dropped by the bounds check of the store."""
+    big: tl.constexpr = 0x40000000
+    desc.store([big, last, big + first - last, col], tl.reshape(data, (1, 1, ROWS, COLS)))
+
+
+@triton.jit
+def store_half(desc, first, last, half, col, data, ROWS: tl.constexpr, COLS: tl.constexpr):
     """`store_rows` into one half of rows that hold [gate | up]: a ragged descriptor [R, 2, F], so that a tile past F
     does not run into the other half."""
     big: tl.constexpr = 0x40000000
-    desc.store([big, begin + size, big - size + row, half, col], tl.reshape(data, (1, 1, ROWS, 1, COLS)))
+    desc.store([big, last, big + first - last, half, col], tl.reshape(data, (1, 1, ROWS, 1, COLS)))

@@ -3,6 +3,8 @@
     permute   out[inverse[t·K + j]] = x[t]                    zeros past the last offset
     combine   out[t] = Σ_j y[inverse[t·K + j]], j = 0 … K-1   rows past the last offset are not read
 
+and the same for one number per choice: the router's weights, and back their gradients.
+
 Sums are in fp32, in slot order, without atomics: the same bits every time, and the same as the reference.
 
 Legend: T tokens, D width, K top-k, R = T·K rows, E experts.
@@ -61,6 +63,19 @@ def combine_kernel(
     tl.store(out_ptr + t.to(tl.int64) * D + c, acc.to(out_ptr.dtype.element_ty), mask=c < D)
 
 
+@triton.jit
+def move_weights_kernel(
+    from_ptr, index_ptr, offsets_ptr, out_ptr, num_rows, E: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[i] = from[index[i]], BLOCK at a time; zero where the row, which is i or (BACK) index[i], does not exist."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(offsets_ptr + E - 1)
+    index = tl.load(index_ptr + i, mask=i < num_rows, other=0)
+    exists = (index if BACK else i) < end
+    value = tl.load(from_ptr + index, mask=exists & (i < num_rows), other=0.0)
+    tl.store(out_ptr + i, value, mask=i < num_rows)
+
+
 def _columns(width: int) -> int:
     return min(_WIDTH, int(triton.next_power_of_2(width)))
 
@@ -94,4 +109,28 @@ def combine(y: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if out.numel():
         combine_launch(y, inverse, offsets, out, top_k).run()
+    return out
+
+
+def move_weights_launch(values: Tensor, index: Tensor, offsets: Tensor, out: Tensor, *, back: bool = False) -> Launch:
+    """The launch that writes `out` [R] from `values` [R] at `index` [R]."""
+    tensors = {"from_ptr": values, "index_ptr": index, "offsets_ptr": offsets, "out_ptr": out}
+    arguments = {**tensors, "num_rows": index.shape[0]}
+    constants = {"E": offsets.shape[0], "BACK": back, "BLOCK": _WIDTH}
+    return Launch(move_weights_kernel, (triton.cdiv(index.shape[0], _WIDTH),), arguments, constants, _CONFIG)
+
+
+def gather_weights(weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """weights [T, K], order [R] int32 → the weight of each row [R], zero past the last offset."""
+    out = weights.new_empty(order.shape[0])
+    if out.numel():
+        move_weights_launch(weights, order, offsets, out).run()
+    return out
+
+
+def gather_weights_backward(grad: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    """grad [R], inverse [R] int32 → the gradient of each choice's weight [T, K], zero where its row does not exist."""
+    out = grad.new_empty(inverse.shape[0] // top_k, top_k)
+    if out.numel():
+        move_weights_launch(grad, inverse, offsets, out, back=True).run()
     return out

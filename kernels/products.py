@@ -31,11 +31,14 @@ def product_launch(problem: Problem, config: Config, *, row_weight: bool = False
         return tensor(*shape, dtype=torch.int32)
 
     limit = max_tiles(rows, experts, config.block_m)
-    offsets, schedule = index(experts), Schedule(index(limit), index(limit), index(1))
+    offsets, schedule = index(experts), Schedule(index(limit), index(limit), index(limit), index(1))
     scale = tensor(rows, dtype=torch.float32)
     if p.kernel == "up_swiglu":
-        x, w, z, act = tensor(p.tokens, p.k), tensor(experts, 2 * p.n, p.k), tensor(rows, 2 * p.n), tensor(rows, p.n)
-        return up_swiglu_launch(x, index(rows), w, offsets, z, act, config=config, schedule=schedule)
+        x = tensor(rows if config.separate else p.tokens, p.k)
+        w, z, act = tensor(experts, 2 * p.n, p.k), tensor(rows, 2 * p.n), tensor(rows, p.n)
+        return up_swiglu_launch(
+            x, index(rows), w, offsets, z, act, top_k=rows // p.tokens, config=config, schedule=schedule
+        )
     if p.kernel == "dgrad_swiglu" and not config.separate:
         grad, w, z, act = tensor(rows, p.k), tensor(experts, p.k, p.n), tensor(rows, 2 * p.n), tensor(rows, p.n)
         parts = tensor(rows, -(-p.n // config.block_n), dtype=torch.float32)

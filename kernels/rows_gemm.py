@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moegraph.kernels.config import Config
 from moegraph.kernels.launch import (
     Launch,
+    load_rows,
     persistent_programs,
     schedule_arguments,
     store_rows,
@@ -37,11 +38,10 @@ def rows_gemm_kernel(
     out_desc,
     bias_ptr,
     scale_ptr,
-    offsets_ptr,
     expert_ptr,
     first_ptr,
+    last_ptr,
     count_ptr,
-    num_rows,
     E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -64,12 +64,12 @@ def rows_gemm_kernel(
         pm, pn = tile_of(t, num_m, num_n, GROUP_M)
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
-        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
-        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        last = tl.load(last_ptr + pm)
         which = tl.minimum(e, E - 1)
+        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = rows_desc.load([first, k])
+            a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
             if TRANSPOSED:
                 b = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             else:
@@ -77,21 +77,19 @@ def rows_gemm_kernel(
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if BIAS:
             c = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias_ptr + which * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+            bias = tl.load(bias_ptr + which * N + c, mask=(c < N) & (e < E), other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         if SCALE:
             r = first + tl.arange(0, BLOCK_M)
-            acc = acc * tl.load(scale_ptr + r, mask=r < last, other=0.0)[:, None]
-        acc = tl.where(e < E, acc, 0.0)  # selected, not multiplied: rows past the last offset may hold NaN
-        row = first - begin
-        size = last - begin
+            acc = acc * tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
         col = pn * BLOCK_N
         if PARTS == 1:
-            store_rows(out_desc, begin, size, row, col, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
+            store_rows(out_desc, first, last, col, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
         else:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
-            store_rows(out_desc, begin, size, row, col, left.to(out_desc.dtype), BLOCK_M, HALF)
-            store_rows(out_desc, begin, size, row, col + HALF, right.to(out_desc.dtype), BLOCK_M, HALF)
+            store_rows(out_desc, first, last, col, left.to(out_desc.dtype), BLOCK_M, HALF)
+            store_rows(out_desc, first, last, col + HALF, right.to(out_desc.dtype), BLOCK_M, HALF)
 
 
 def grouped_mm_launch(
@@ -115,12 +113,12 @@ def grouped_mm_launch(
     weight_block = [1, c.block_k, c.block_n] if transposed else [1, c.block_n, c.block_k]
     programs = persistent_programs(rows.device)
     arguments = {
-        "rows_desc": TensorDescriptor.from_tensor(rows, [c.block_m, c.block_k]),
+        "rows_desc": create_ragged_descriptor(rows, [c.block_m, c.block_k]),
         "weight_desc": TensorDescriptor.from_tensor(weight, weight_block),
         "out_desc": create_ragged_descriptor(out, [c.block_m, c.block_n // c.parts]),
         "bias_ptr": bias if bias is not None else weight,
         "scale_ptr": row_weight if row_weight is not None else out,
-        **schedule_arguments(offsets, schedule, rows.shape[0]),
+        **schedule_arguments(schedule),
     }
     constants = {
         "E": num_experts,

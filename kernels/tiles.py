@@ -5,7 +5,7 @@ rows that never cross an expert. How many there are depends on the routing, but 
 the arrays have that length and the true number is a device scalar: the host never waits. Rows past the last offset
 make blocks of the pseudo-expert E, whose results are zero.
 
-No atomics: every program sums the block counts for itself, so the schedule is the same bits every time.
+No atomics: every program adds up the blocks of the experts before its own, so the schedule is the same bits every time.
 
 Legend: E experts, R rows.
 """
@@ -19,14 +19,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moegraph.kernels.config import Config
+from moegraph.kernels.launch import Launch
+
 _BLOCK = 128
+_CONFIG = Config(num_warps=4)
 
 
 class Schedule(NamedTuple):
-    """Per row block its expert and first row, int32 [max_tiles], and how many blocks there are, int32 [1]."""
+    """Per row block its expert, its first row and where its expert's rows end, int32 [max_tiles] each, and how many
+    blocks there are, int32 [1]."""
 
     expert: Tensor
     first: Tensor
+    last: Tensor
     num_tiles: Tensor
 
 
@@ -40,12 +46,13 @@ def tile_schedule_reference(offsets: Tensor, rows: int, block_m: int) -> Schedul
     ends = [*offsets.tolist(), rows]
     starts = [0, *ends[:-1]]
     tiles = [
-        (e, r) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) for r in range(start, end, block_m)
+        (e, r, end) for e, (start, end) in enumerate(zip(starts, ends, strict=True)) for r in range(start, end, block_m)
     ]
     empty = max_tiles(rows, offsets.numel(), block_m) - len(tiles)
-    columns = torch.tensor(tiles + [(0, 0)] * empty, dtype=torch.int32, device=offsets.device)
+    columns = torch.tensor(tiles + [(0, 0, 0)] * empty, dtype=torch.int32, device=offsets.device)
     count = torch.tensor([len(tiles)], dtype=torch.int32, device=offsets.device)
-    return Schedule(columns[:, 0].contiguous(), columns[:, 1].contiguous(), count)
+    expert, first, last = columns.t().contiguous()
+    return Schedule(expert, first, last, count)
 
 
 @triton.jit
@@ -53,6 +60,7 @@ def tile_schedule_kernel(
     offsets_ptr,
     expert_ptr,
     first_ptr,
+    last_ptr,
     count_ptr,
     rows,
     limit,
@@ -61,39 +69,47 @@ def tile_schedule_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program fills BLOCK entries."""
-    e = tl.arange(0, E_PAD)
-    end = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    end = tl.where(e == E, rows, end)
-    start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
-    blocks = tl.where(e <= E, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
-    ends = tl.cumsum(blocks, 0)
-    total = tl.sum(blocks, 0)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    before = (ends[None, :] <= i[:, None]) & (e <= E)[None, :]
-    expert = tl.sum(before.to(tl.int32), 1)
-    skipped = tl.sum(tl.where(before, blocks[None, :], 0), 1)
-    begin = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert <= E), other=0)
-    inside = i < total
-    tl.store(expert_ptr + i, tl.where(inside, expert, 0), mask=i < limit)
-    tl.store(first_ptr + i, tl.where(inside, begin + (i - skipped) * BLOCK_M, 0), mask=i < limit)
-    tl.store(count_ptr + i, tl.zeros_like(i) + total, mask=i == 0)
+    """One program per expert and one for the rows past the last offset, which also clears the unused entries."""
+    e = tl.program_id(0)
+    each = tl.arange(0, E_PAD)
+    ends = tl.load(offsets_ptr + each, mask=each < E, other=0)
+    begins = tl.load(offsets_ptr + each - 1, mask=(each > 0) & (each < E), other=0)
+    blocks = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    before = tl.sum(tl.where(each < e, blocks, 0), 0)
+    begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+    end = tl.load(offsets_ptr + e, mask=e < E, other=rows)
+    mine = (end - begin + BLOCK_M - 1) // BLOCK_M
+    for done in range(0, mine, BLOCK):
+        i = done + tl.arange(0, BLOCK)
+        tl.store(expert_ptr + before + i, tl.zeros_like(i) + e, mask=i < mine)
+        tl.store(first_ptr + before + i, begin + i * BLOCK_M, mask=i < mine)
+        tl.store(last_ptr + before + i, tl.zeros_like(i) + end, mask=i < mine)
+    if e == E:
+        total = before + mine
+        tl.store(count_ptr, total)
+        for unused in range(total, limit, BLOCK):
+            i = unused + tl.arange(0, BLOCK)
+            nothing = tl.zeros_like(i)
+            tl.store(expert_ptr + i, nothing, mask=i < limit)
+            tl.store(first_ptr + i, nothing, mask=i < limit)
+            tl.store(last_ptr + i, nothing, mask=i < limit)
+
+
+def tile_schedule_launch(offsets: Tensor, rows: int, block_m: int, schedule: Schedule) -> Launch:
+    """The launch that fills `schedule`."""
+    experts = offsets.shape[0]
+    names = ("expert_ptr", "first_ptr", "last_ptr", "count_ptr")
+    arguments = {"offsets_ptr": offsets, **dict(zip(names, schedule, strict=True)), "rows": rows}
+    arguments["limit"] = schedule.expert.shape[0]
+    padded = triton.next_power_of_2(experts)
+    constants = {"E": experts, "E_PAD": padded, "BLOCK_M": block_m, "BLOCK": _BLOCK}
+    return Launch(tile_schedule_kernel, (experts + 1,), arguments, constants, _CONFIG)
 
 
 def tile_schedule(offsets: Tensor, rows: int, block_m: int) -> Schedule:
     """The schedule for `offsets` [E] int32 and R = `rows`."""
-    experts = offsets.numel()
-    limit = max_tiles(rows, experts, block_m)
-    out = torch.empty(2 * limit + 1, dtype=torch.int32, device=offsets.device)
-    found = Schedule(out[:limit], out[limit : 2 * limit], out[2 * limit :])
-    tile_schedule_kernel[(triton.cdiv(limit, _BLOCK),)](
-        offsets,
-        *found,
-        rows,
-        limit,
-        E=experts,
-        E_PAD=triton.next_power_of_2(experts + 1),
-        BLOCK_M=block_m,
-        BLOCK=_BLOCK,
-    )
+    limit = max_tiles(rows, offsets.shape[0], block_m)
+    out = torch.empty(3 * limit + 1, dtype=torch.int32, device=offsets.device)
+    found = Schedule(out[:limit], out[limit : 2 * limit], out[2 * limit : 3 * limit], out[3 * limit :])
+    tile_schedule_launch(offsets, rows, block_m, found).run()
     return found

@@ -36,6 +36,7 @@ MAX_BYTES = 4 << 20
 _CLASS = ("kernel", "dtype", "n", "k", "rows_per_expert")
 _VERSIONS = ("moegraph", "torch", "triton")
 _AGAINST = ("rule", "_grouped_mm")
+_SEPARABLE = ("up_swiglu", "dgrad_swiglu")  # kernels that can leave what is fused into them to a kernel of its own
 _SLICED = ("grouped_mm", "grouped_mm_dgrad", "dgrad_swiglu")  # kernels whose epilogue can work in column slices
 
 
@@ -179,8 +180,8 @@ def _entry(data: Any, where: str) -> Entry:
     kernel, dtype, n, k, rows_per_expert = (rest.pop(key) for key in _CLASS)
     shape = ShapeClass(kernel, DTYPES[dtype], n, k, rows_per_expert)
     config = Config(**rest.pop("config"))
-    if config.separate and kernel != "dgrad_swiglu":
-        raise Refused(f"{where}.config: only dgrad_swiglu has a separate epilogue")
+    if config.separate and kernel not in _SEPARABLE:
+        raise Refused(f"{where}.config: {kernel} has nothing that could be separate")
     most = 4 if kernel == "dgrad_swiglu" and not config.separate else 2 if kernel in _SLICED else 1
     if config.parts > most or config.block_n // config.parts < 16:
         raise Refused(f"{where}.config: {kernel} cannot store {config.block_n} columns in {config.parts} parts")

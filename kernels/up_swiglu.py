@@ -1,11 +1,11 @@
 """The up projection of the experts with the gather in its loads and the activation in its epilogue (F1).
 
-    z[r] = x[token[r]] · W[e(r)]ᵀ (+ bias)   z [R, 2F] = [gate | up], the pre-activation that backward needs
+    z[r] = x[order[r] // K] · W[e(r)]ᵀ (+ bias)   z [R, 2F] = [gate | up], the pre-activation that backward needs
     a[r] = silu(gate) · up                   a [R, F]; or the clamped SwiGLU (activation.py)
 
 One tensor-map load brings the gate rows and the up rows of a tile side by side (the weight seen as [E, 2, F, D]), so
 both halves of an output are in one accumulator and the split costs nothing. `a` is computed from z as stored.
-Rows past the last offset are written as zeros.
+Rows past the last offset are written as zeros. With `separate` in its configuration the gather is a kernel of its own.
 
 Legend: T tokens, D model width, F expert width, E experts, R rows.
 """
@@ -22,6 +22,7 @@ from moegraph.kernels.activation import Activation, gated
 from moegraph.kernels.config import Config
 from moegraph.kernels.launch import (
     Launch,
+    load_rows,
     persistent_programs,
     schedule_arguments,
     store_half,
@@ -29,6 +30,7 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
+from moegraph.kernels.move_rows import permute
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
 
@@ -36,16 +38,16 @@ from moegraph.kernels.tuning import choose_config
 @triton.jit
 def up_swiglu_kernel(
     x_ptr,
-    token_ptr,
+    rows_desc,
+    order_ptr,
     weight_desc,
     bias_ptr,
     z_desc,
     act_desc,
-    offsets_ptr,
     expert_ptr,
     first_ptr,
+    last_ptr,
     count_ptr,
-    num_rows,
     E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
@@ -54,6 +56,8 @@ def up_swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    GATHER: tl.constexpr,
+    TOP_K: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -69,73 +73,79 @@ def up_swiglu_kernel(
         pm, pn = tile_of(t, num_m, num_n, GROUP_M)
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
-        last = tl.load(offsets_ptr + e, mask=e < E, other=num_rows)
-        begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+        last = tl.load(last_ptr + pm)
         which = tl.minimum(e, E - 1)
+        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         r = first + tl.arange(0, BLOCK_M)
-        token = tl.load(token_ptr + r, mask=(r < last) & (e < E), other=0).to(tl.int64)
+        exists = r < live
         cols = tl.arange(0, BLOCK_K)
-        x = x_ptr + token[:, None] * D + cols[None, :]
+        if GATHER:
+            token = (tl.load(order_ptr + r, mask=exists, other=0) // TOP_K).to(tl.int64)
+            x = x_ptr + token[:, None] * D + cols[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
-            if D % BLOCK_K == 0:
-                a = tl.load(x + k)
+            if not GATHER:
+                a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
+            elif D % BLOCK_K == 0:
+                a = tl.load(x + k, mask=exists[:, None], other=0.0)
             else:
-                a = tl.load(x + k, mask=(k + cols < D)[None, :], other=0.0)
+                a = tl.load(x + k, mask=exists[:, None] & (k + cols < D)[None, :], other=0.0)
             b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if BIAS:
-            n = tl.arange(0, BLOCK_N)
-            col = pn * HALF + n % HALF
-            bias = tl.load(bias_ptr + which * 2 * F + n // HALF * F + col, mask=col < F, other=0.0)
-            acc += bias.to(tl.float32)[None, :]
-        acc = tl.where(e < E, acc, 0.0)
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+        if BIAS:
+            c = pn * HALF + tl.arange(0, HALF)
+            real = (c < F) & (e < E)
+            to = bias_ptr + which * 2 * F + c
+            gate += tl.load(to, mask=real, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(to + F, mask=real, other=0.0).to(tl.float32)[None, :]
         gate = gate.to(z_desc.dtype)
         up = up.to(z_desc.dtype)
-        row = first - begin
-        size = last - begin
-        store_half(z_desc, begin, size, row, 0, pn * HALF, gate, BLOCK_M, HALF)
+        store_half(z_desc, first, last, 0, pn * HALF, gate, BLOCK_M, HALF)
         act = gated(gate.to(tl.float32), up.to(tl.float32), CLAMPED, ALPHA, LIMIT)
-        store_rows(act_desc, begin, size, row, pn * HALF, act.to(act_desc.dtype), BLOCK_M, HALF)
-        store_half(z_desc, begin, size, row, 1, pn * HALF, up, BLOCK_M, HALF)
+        store_rows(act_desc, first, last, pn * HALF, act.to(act_desc.dtype), BLOCK_M, HALF)
+        store_half(z_desc, first, last, 1, pn * HALF, up, BLOCK_M, HALF)
 
 
 def up_swiglu_launch(
     x: Tensor,
-    token: Tensor,
+    order: Tensor,
     weight: Tensor,
     offsets: Tensor,
     z: Tensor,
     act: Tensor,
     *,
+    top_k: int,
     bias: Tensor | None = None,
     activation: Activation = Activation(),
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """The launch that writes `z` [R, 2F] and `act` [R, F]."""
+    """The launch that writes `z` [R, 2F] and `act` [R, F]. With `separate`, x are the rows [R, D] themselves."""
     num_experts, two_f, d = weight.shape
     f = two_f // 2
-    c = config or choose_config("up_swiglu", x.dtype, f, d, token.shape[0], num_experts, x.device).config
-    schedule = schedule or tile_schedule(offsets, token.shape[0], c.block_m)
+    c = config or choose_config("up_swiglu", x.dtype, f, d, order.shape[0], num_experts, x.device).config
+    schedule = schedule or tile_schedule(offsets, order.shape[0], c.block_m)
     half = c.block_n // 2
     programs = persistent_programs(x.device)
     halves = TensorDescriptor(weight, [num_experts, 2, f, d], [two_f * d, f * d, d, 1], [1, 2, half, c.block_k])
     arguments = {
         "x_ptr": x,
-        "token_ptr": token,
+        "rows_desc": create_ragged_descriptor(x, [c.block_m, c.block_k]),
+        "order_ptr": order,
         "weight_desc": halves,
         "bias_ptr": bias if bias is not None else weight,
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, half]),
-        **schedule_arguments(offsets, schedule, token.shape[0]),
+        **schedule_arguments(schedule),
     }
     constants = {
         "E": num_experts,
         "F": f,
         "D": d,
         **tile_constants(c, programs, x.dtype),
+        "GATHER": not c.separate,
+        "TOP_K": top_k,
         "BIAS": bias is not None,
         **activation.constants(),
         "FLATTEN": c.flatten,
@@ -145,20 +155,23 @@ def up_swiglu_launch(
 
 def up_swiglu(
     x: Tensor,
-    token: Tensor,
+    order: Tensor,
+    inverse: Tensor,
     weight: Tensor,
     offsets: Tensor,
     *,
+    top_k: int,
     bias: Tensor | None = None,
     activation: Activation = Activation(),
     config: Config | None = None,
-    schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D], token [R] int32 (the row's source), weight [E, 2F, D], bias [E, 2F] → (z [R, 2F], a [R, F])."""
-    rows, f = token.shape[0], weight.shape[1] // 2
-    z, act = x.new_empty(rows, 2 * f), x.new_empty(rows, f)
+    """x [T, D], order and inverse [R] int32, weight [E, 2F, D], bias [E, 2F] → (z [R, 2F], a [R, F])."""
+    rows, (num_experts, two_f, d) = order.shape[0], weight.shape
+    c = config or choose_config("up_swiglu", x.dtype, two_f // 2, d, rows, num_experts, x.device).config
+    z, act = x.new_empty(rows, two_f), x.new_empty(rows, two_f // 2)
     if z.numel():
+        source = permute(x, inverse, offsets, top_k) if c.separate else x
         up_swiglu_launch(
-            x, token, weight, offsets, z, act, bias=bias, activation=activation, config=config, schedule=schedule
+            source, order, weight, offsets, z, act, top_k=top_k, bias=bias, activation=activation, config=c
         ).run()
     return z, act

@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.config import Config
-from moegraph.kernels.launch import Launch, persistent_programs, tile_constants, tile_of
+from moegraph.kernels.launch import Launch, load_rows, persistent_programs, tile_constants, tile_of
 from moegraph.kernels.tuning import choose_config
 
 
@@ -46,13 +46,14 @@ def wgrad_kernel(
         e = t // (num_m * num_n)
         pm, pn = tile_of(t % (num_m * num_n), num_m, num_n, GROUP_M)
         begin = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
-        size = tl.load(offsets_ptr + e) - begin
+        end = tl.load(offsets_ptr + e)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        steps = tl.maximum(tl.cdiv(size, BLOCK_K), 1)  # of an expert without rows one step reads zeros
+        steps = tl.maximum(tl.cdiv(end - begin, BLOCK_K), 1)  # of an expert without rows one step reads zeros
         tl.assume(steps > 0)
         for i in range(0, steps):
-            g = load_ragged(grad_desc, begin, size, [i * BLOCK_K, pm * BLOCK_M])
-            x = load_ragged(rows_desc, begin, size, [i * BLOCK_K, pn * BLOCK_N])
+            r = begin + i * BLOCK_K
+            g = load_rows(grad_desc, r, end, pm * BLOCK_M, BLOCK_K, BLOCK_M)
+            x = load_rows(rows_desc, r, end, pn * BLOCK_N, BLOCK_K, BLOCK_N)
             acc = tl.dot(g.T, x, acc, input_precision=PRECISION)
         if ACCUMULATE:
             rm = pm * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -103,7 +103,8 @@ def tune(
         try:
             search.run(begin(problem))
         except Rejected as error:
-            why = f"the rule's configuration cannot be measured ({error})"
+            cause = str(error.__cause__ or "").strip().partition("\n")[0][:200]
+            why = f"the rule's configuration cannot be measured ({error}{': ' if cause else ''}{cause})"
             yield Outcome(problem, None, len(every), search.tried, dict(search.skipped), clock() - began, why)
             continue
         entry = search.entry(versions, date)

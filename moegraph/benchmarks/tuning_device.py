@@ -74,24 +74,24 @@ class DeviceTrial:
         made = torch.randn(shape, dtype=self._problem.dtype, device=self._device, generator=self._generator)
         return made.mul_(scale)
 
-    def _routing(self) -> tuple[Tensor, Tensor]:
-        """(token of each row [R], offsets [E]), int32, of a uniform choice of R / T distinct experts per token."""
+    def _routing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(order [R], inverse [R], offsets [E]), int32, of a uniform choice of R / T distinct experts per token."""
         p = self._problem
         tokens = p.tokens or p.rows
         scores = torch.rand(tokens, p.experts, device=self._device, generator=self._generator)
         ids = scores.topk(p.rows // tokens, dim=-1).indices.to(torch.int32)
-        order, _, offsets = ops.sort_by_expert(ids, p.experts)
-        return torch.div(order, p.rows // tokens, rounding_mode="floor"), offsets
+        return ops.sort_by_expert(ids, p.experts)
 
     def _functions(self) -> tuple[Callable[..., Tensor | tuple[Tensor, ...]], Callable[[], Tensor] | None]:
         """(moegraph's kernel, which takes a configuration; torch's, where there is one), on inputs."""
         from moegraph.kernels import dgrad_swiglu, rows_gemm, up_swiglu, wgrad
 
         p, scale = self._problem, self._problem.k**-0.5
-        token, offsets = self._routing()
+        order, inverse, offsets = self._routing()
         if p.kernel == "up_swiglu":
             x, weight = self._normal(p.tokens, p.k), self._normal(p.experts, 2 * p.n, p.k, scale=scale)
-            return partial(up_swiglu.up_swiglu, x, token, weight, offsets), None
+            function = partial(up_swiglu.up_swiglu, top_k=p.rows // p.tokens)
+            return partial(function, x, order, inverse, weight, offsets), None
         if p.kernel == "dgrad_swiglu":
             grad, weight = self._normal(p.rows, p.k), self._normal(p.experts, p.k, p.n, scale=scale)
             z = self._normal(p.rows, 2 * p.n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from moegraph.cli.output import Status, print_json, print_table, say
 from moegraph.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from moegraph.benchmarks.tuner import Outcome
     from moegraph.kernels.shapes import Problem, ShapeClass
 
@@ -82,7 +84,9 @@ def tune_command(
     return 1 if any(each.entry is None and each.tried for each in outcomes) else 0
 
 
-def _outcomes(problems: Sequence[Problem], device: Any, capability: int, seconds: float, status: Status) -> Any:
+def _outcomes(
+    problems: Sequence[Problem], device: torch.device, capability: int, seconds: float, status: Status
+) -> Iterator[Outcome]:
     from moegraph.benchmarks.tuner import tune
     from moegraph.benchmarks.tuning_device import DeviceTrial
     from moegraph.runtime.compile_cache import compile_cache

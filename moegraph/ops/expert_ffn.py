@@ -61,9 +61,8 @@ def _expert_ffn(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.up_swiglu import up_swiglu
 
-        token = torch.div(order, top_k, rounding_mode="floor")
         activation = Activation(limit > 0, alpha, limit)
-        z, act = up_swiglu(x, token, w_up, offsets, bias=b_up, activation=activation)
+        z, act = up_swiglu(x, order, inverse, w_up, offsets, top_k=top_k, bias=b_up, activation=activation)
         return rows_gemm.grouped_mm(act, w_down, offsets, bias=b_down, row_weight=row_weight), z
     rows = permute_rows(x, order, inverse, offsets, top_k)
     z = product(rows, w_up.contiguous(), offsets)

@@ -146,6 +146,10 @@ def combine(y: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k
 
 @torch.library.custom_op("moegraph::gather_weights", mutates_args=())
 def _gather_weights(weights: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
+    if weights.device.type == "cuda":
+        from moegraph.kernels import move_rows
+
+        return move_rows.gather_weights(weights.contiguous(), order, offsets)
     return _zero_past(weights.reshape(-1).index_select(0, order), offsets)
 
 
@@ -157,6 +161,10 @@ def _(weights: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor) -> Tenso
 @torch.library.custom_op("moegraph::gather_weights_backward", mutates_args=())
 def gather_weights_backward(grad: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> Tensor:
     """Gradient of `gather_weights`: slot s gets grad[inverse[s]], or zero where that row does not exist; [T, K]."""
+    if grad.device.type == "cuda":
+        from moegraph.kernels import move_rows
+
+        return move_rows.gather_weights_backward(grad.contiguous(), inverse, offsets, top_k)
     slots = torch.where(inverse < offsets[-1], grad.index_select(0, inverse), 0.0)
     return slots.reshape(-1, top_k)
 

@@ -6,13 +6,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moegraph.kernels.activation import Activation
 from moegraph.kernels.catalogue import launches
 from moegraph.kernels.chips import CHIPS, Card
 from moegraph.kernels.compiled import compile_launch
+from moegraph.kernels.config import default_config
+from moegraph.kernels.gated_backward import gated_backward_launch
+from moegraph.kernels.tiles import Schedule
+from moegraph.kernels.up_swiglu import up_swiglu_launch
 
 SHAPE = {"tokens": 32768, "d_model": 2048, "d_ff": 1024, "num_experts": 128, "top_k": 8}
 KERNELS = {capability: dict(launches(**SHAPE, card=Card("any", capability))) for capability in CHIPS}
-ROUTING = ["top_k", "sort_count", "sort_scan", "sort_place"]
+ROUTING = ["top_k", "sort_count", "sort_scan", "sort_place", "tile_schedule", "router_weights"]
 MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward"]
 PRODUCTS = [name for name in KERNELS[90] if name not in ROUTING + MEMORY_BOUND]
 INSTRUCTION = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}
@@ -25,6 +30,37 @@ def test_a_product_uses_the_chips_matrix_unit_and_does_not_spill(name: str, capa
     assert report.fits, report
     assert report.matrix_instruction == INSTRUCTION[capability], report
     assert report.asynchronous_loads, report
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+def test_biases_and_the_clamped_activation_do_not_spill_either(capability: int) -> None:
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, index = 4096, tensor(4096, dtype=torch.int32)
+    offsets, schedule = tensor(8, dtype=torch.int32), Schedule(index, index, index, index)
+    x, weight, z, act = tensor(1024, 512), tensor(8, 512, 512), tensor(rows, 512), tensor(rows, 256)
+    clamped, bias = Activation(True, 1.702, 7.0), tensor(8, 512)
+    up = default_config("up_swiglu", torch.bfloat16, 256, 512, capability)
+    scale = tensor(rows, dtype=torch.float32)
+    for launch in (
+        up_swiglu_launch(
+            x,
+            index,
+            weight,
+            offsets,
+            z,
+            act,
+            top_k=4,
+            bias=bias,
+            activation=clamped,
+            config=up,
+            schedule=schedule,
+        ),
+        gated_backward_launch(act, z, scale, offsets, z, act, scale, activation=clamped),
+    ):
+        report = compile_launch(launch, capability)
+        assert report.fits, report
 
 
 @pytest.mark.parametrize("name", MEMORY_BOUND)

@@ -104,12 +104,12 @@ def test_every_launch_asks_for_its_own_shape_class(cache: Path, monkeypatch: pyt
         return torch.empty(shape, dtype=dtype, device="meta")
 
     index = tensor(512, dtype=torch.int32)
-    schedule, offsets = Schedule(index, index, index), tensor(4, dtype=torch.int32)
+    schedule, offsets = Schedule(index, index, index, index), tensor(4, dtype=torch.int32)
     w_up, w_down = tensor(4, 128, 128), tensor(4, 128, 64)
     x, wide, z, act = tensor(256, 128), tensor(512, 128), tensor(512, 128), tensor(512, 64)
     product = rows_gemm.grouped_mm_launch
     launches = {
-        "up_swiglu": up_swiglu.up_swiglu_launch(x, index, w_up, offsets, z, act, schedule=schedule),
+        "up_swiglu": up_swiglu.up_swiglu_launch(x, index, w_up, offsets, z, act, top_k=1, schedule=schedule),
         "down": product(act, w_down, offsets, wide, schedule=schedule),
         "up": product(wide, w_up, offsets, z, schedule=schedule),
         "up_dgrad": product(z, w_up, offsets, wide, transposed=True, schedule=schedule),

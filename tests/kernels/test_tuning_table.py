@@ -107,7 +107,7 @@ def config(**values: Any) -> Callable[[dict[str, Any]], str]:
         (config(num_stages=9), "entries[0].config.num_stages must be a whole number from 1 to 8"),
         (config(flatten=1), "entries[0].config.flatten must be one of True, False"),
         (config(parts=4), "grouped_mm cannot store 256 columns in 4 parts"),
-        (config(separate=True), "only dgrad_swiglu has a separate epilogue"),
+        (config(separate=True), "grouped_mm has nothing that could be separate"),
     ],
 )
 def test_anything_else_is_refused_by_name(tmp_path: Path, edit: Callable[[dict[str, Any]], str], sentence: str) -> None:

@@ -90,19 +90,21 @@ def activated(z: Tensor, activation: Activation) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("d", "f"), WIDTHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "separate"), [(False, False), (True, False), (True, True)])
 def test_the_gathered_up_projection_with_its_activation(
-    case: Ragged, d: int, f: int, activation: Activation, biased: bool
+    case: Ragged, d: int, f: int, activation: Activation, biased: bool, separate: bool
 ) -> None:
     torch.manual_seed(0)
-    tokens, experts = 6, len(case.sizes)
-    x, weight = torch.randn(tokens, d), torch.randn(experts, 2 * f, d)
+    experts, rows = len(case.sizes), case.rows
+    x, weight = torch.randn(rows, d), torch.randn(experts, 2 * f, d)  # one choice per token, in random order
     bias = torch.randn(experts, 2 * f) if biased else None
-    token = torch.randint(0, tokens, (case.rows,), dtype=torch.int32)
-    z, act = up_swiglu.up_swiglu(x, token, weight, case.offsets, bias=bias, activation=activation, config=SMALL)
-    want = grouped(x[token.long()], weight, case)
+    order = torch.randperm(rows, dtype=torch.int32)
+    inverse = torch.argsort(order).to(torch.int32)
+    options = {"bias": bias, "activation": activation, "config": replace(SMALL, separate=separate)}
+    z, act = up_swiglu.up_swiglu(x, order, inverse, weight, case.offsets, top_k=1, **options)
+    want = grouped(x[order.long()], weight, case)
     if bias is not None:
-        want[: case.rows - case.tail] += bias[case.expert_of_row].double()
+        want[: rows - case.tail] += bias[case.expert_of_row].double()
     assert relative_error(z, want) < 1e-6
     assert relative_error(act, activated(want, activation)) < 1e-6
 
@@ -158,6 +160,19 @@ def test_permute_writes_zeros_and_combine_skips_rows_past_the_last_offset() -> N
     assert torch.equal(
         move_rows.combine(poisoned_rows, inverse, offsets, 2), move_rows.combine(rows, inverse, offsets, 2)
     )
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weights_follow_their_rows_and_gradients_come_back(top_k: int) -> None:
+    order, inverse, offsets = routed(21, 5, top_k)
+    offsets = offsets.clamp(max=17 * top_k)
+    weights, grad = torch.rand(21, top_k), torch.rand(21 * top_k)
+    real = torch.arange(21 * top_k) < offsets[-1]
+    rows = move_rows.gather_weights(weights, order, offsets)
+    assert torch.equal(rows, torch.where(real, weights.reshape(-1)[order.long()], 0.0))
+    grad[17 * top_k :] = float("nan")
+    back = move_rows.gather_weights_backward(grad, inverse, offsets, top_k)
+    assert torch.equal(back.reshape(-1), torch.where(real[inverse.long()], grad[inverse.long()], 0.0))
 
 
 def test_no_tokens_give_empty_rows_and_zero_weight_gradients() -> None:
