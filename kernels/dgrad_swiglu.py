@@ -51,13 +51,9 @@ from moegraph.kernels.tuning import choose_config
 def _slice(
     acc,
     s,
-    first,
-    last,
-    live,
     col,
-    z_desc,
-    dz_desc,
-    act_desc,
+    rows,
+    tensors,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -65,6 +61,8 @@ def _slice(
     LIMIT: tl.constexpr,
 ):
     """The epilogue of COLS columns; returns their part of ds [ROWS]."""
+    first, last, live = rows
+    z_desc, dz_desc, act_desc = tensors
     gate = load_half(z_desc, first, live, 0, col, ROWS, COLS).to(tl.float32)
     up = load_half(z_desc, first, live, 1, col, ROWS, COLS).to(tl.float32)
     act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
@@ -123,80 +121,22 @@ def dgrad_swiglu_kernel(
         r = first + tl.arange(0, BLOCK_M)
         s = tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
         c = pn * BLOCK_N
+        rows = (first, last, live)
+        tensors = (z_desc, dz_desc, act_desc)
         if PARTS == 1:
-            ds = _slice(acc, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
+            ds = _slice(acc, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
         elif PARTS == 2:
             a0, a1 = tl.split(acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            ds += _slice(
-                a1,
-                s,
-                first,
-                last,
-                live,
-                c + COLS,
-                z_desc,
-                dz_desc,
-                act_desc,
-                BLOCK_M,
-                COLS,
-                CLAMPED,
-                ALPHA,
-                LIMIT,
-            )
+            ds = _slice(a0, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
+            ds += _slice(a1, s, c + COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
         else:
             left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
             a0, a1 = tl.split(left.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, first, last, live, c, z_desc, dz_desc, act_desc, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            ds += _slice(
-                a1,
-                s,
-                first,
-                last,
-                live,
-                c + COLS,
-                z_desc,
-                dz_desc,
-                act_desc,
-                BLOCK_M,
-                COLS,
-                CLAMPED,
-                ALPHA,
-                LIMIT,
-            )
+            ds = _slice(a0, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
+            ds += _slice(a1, s, c + COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
             a2, a3 = tl.split(right.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds += _slice(
-                a2,
-                s,
-                first,
-                last,
-                live,
-                c + 2 * COLS,
-                z_desc,
-                dz_desc,
-                act_desc,
-                BLOCK_M,
-                COLS,
-                CLAMPED,
-                ALPHA,
-                LIMIT,
-            )
-            ds += _slice(
-                a3,
-                s,
-                first,
-                last,
-                live,
-                c + 3 * COLS,
-                z_desc,
-                dz_desc,
-                act_desc,
-                BLOCK_M,
-                COLS,
-                CLAMPED,
-                ALPHA,
-                LIMIT,
-            )
+            ds += _slice(a2, s, c + 2 * COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
+            ds += _slice(a3, s, c + 3 * COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
 
