@@ -11,6 +11,7 @@ The choice says where it comes from and why. A table for another card is never u
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable
 from importlib import resources
@@ -90,12 +91,24 @@ def measured(shape: ShapeClass, card: Card) -> tuple[Source, Entry] | None:
 @cached_choice
 def tables(card: Card) -> tuple[tuple[Source, Table], ...]:
     """The tables that hold for a card, the user's first. Raises RunError for one that is not what it should be."""
+    return tuple((source, table_of(card, path)) for source, path in _files(card))
+
+
+def table_digests(where: torch.device | Card) -> dict[str, str]:
+    """SHA-256 of every table that holds for a device or a card, by its source: what a run says it was tuned with."""
+    card = where if isinstance(where, Card) else card_of(where)
+    if card is None:
+        return {}
+    return {source: hashlib.sha256(path.read_bytes()).hexdigest() for source, path in _files(card)}
+
+
+def _files(card: Card) -> list[tuple[Source, Path]]:
     files: list[tuple[Source, Path]] = []
     if user_table(card.name).exists():
         files.append(("your table", user_table(card.name)))
     if card.name in SHIPPED:
         files.append(("shipped table", Path(str(resources.files("moegraph.kernels"))) / "tables" / SHIPPED[card.name]))
-    return tuple((source, table_of(card, path)) for source, path in files)
+    return files
 
 
 def table_of(card: Card, path: Path) -> Table:

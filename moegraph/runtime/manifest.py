@@ -47,12 +47,14 @@ def build_manifest(
     parameters: tuple[int, int],
     flops_per_token: float,
     device: str,
+    tuning_tables: Mapping[str, str],
     folder: Path,
 ) -> dict[str, Any]:
     """The manifest as JSON-able values.
 
     resolved_spec: every final value. graph_hashes: by pass and kind. data: source and fingerprint. parameters: (total,
-    active). flops_per_token: training operations. device: its name. folder: where git is asked for the state of code.
+    active). flops_per_token: training operations. device: its name. tuning_tables: the
+    SHA-256 of each table that its kernels' configurations come from. folder: where git is asked for the state of code.
     """
     return {
         "format": FORMAT,
@@ -64,6 +66,7 @@ def build_manifest(
         "parameters": {"total": parameters[0], "active": parameters[1]},
         "flops_per_token": flops_per_token,
         "device": device,
+        "tuning_tables": dict(tuning_tables),
         "platform": platform.platform(),
         "versions": versions(),
         "git": git_state(folder),

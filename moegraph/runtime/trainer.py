@@ -21,6 +21,7 @@ from moegraph.data.corpora import resolve_source
 from moegraph.data.dataset import TokenDataset
 from moegraph.data.loader import Loader, ValidationLoader
 from moegraph.errors import RunError, UsageError
+from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
@@ -223,6 +224,7 @@ class Trainer:
             parameters=count_parameters(self.program),
             flops_per_token=self.flops_per_token,
             device=device_name(self.device),
+            tuning_tables=table_digests(self.device),
             folder=folder,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from timeit import timeit
@@ -15,7 +16,7 @@ from moegraph.kernels.chips import Card, card_for
 from moegraph.kernels.config import Config, default_config
 from moegraph.kernels.shapes import KERNELS, Problem, block_problems, rows_class
 from moegraph.kernels.tiles import Schedule
-from moegraph.kernels.tuning import choose_config, choose_for, user_table
+from moegraph.kernels.tuning import choose_config, choose_for, table_digests, user_table
 
 from .tables import CARD, PROBLEM, entry, write
 
@@ -66,6 +67,15 @@ def test_a_table_is_read_once_and_a_choice_costs_next_to_nothing(cache: Path, mo
     choose_config(*arguments[:4], 4000, *arguments[5:])
     assert len(read) == 1
     assert min(timeit(lambda: choose_config(*arguments), number=1000) for _ in range(5)) < 2e-3  # 2 µs each
+
+
+def test_a_run_can_say_which_tables_it_was_tuned_with(cache: Path) -> None:
+    assert table_digests(torch.device("cpu")) == {}
+    write(user_table(CARD.name), [entry()])
+    before = table_digests(CARD)
+    assert before["your table"] == hashlib.sha256(user_table(CARD.name).read_bytes()).hexdigest()
+    write(user_table(CARD.name), [entry(config=ODD)])
+    assert table_digests(CARD)["your table"] != before["your table"]
 
 
 def test_another_cards_table_is_refused(cache: Path) -> None:

@@ -202,6 +202,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path) -> None:
         parameters=(10, 5),
         flops_per_token=30.0,
         device="cpu",
+        tuning_tables={"your table": "ef56"},
         folder=tmp_path,
     )
     with RunLog(tmp_path / "run") as log:
@@ -210,6 +211,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path) -> None:
     assert read["parameters"] == {"total": 10, "active": 5}
     assert read["graph_hashes"] == {"lower": "ab12"}
     assert read["data"]["fingerprint"] == "cd34"
+    assert read["tuning_tables"] == {"your table": "ef56"}
     assert read["git"] is None
     assert read["versions"] == versions()
     assert {"python", "torch", "moegraph"} <= read["versions"].keys()
