@@ -97,8 +97,9 @@ def up_swiglu_kernel(
             c = pn * HALF + tl.arange(0, HALF)
             real = (c < F) & (e < E)
             to = bias_ptr + which * 2 * F + c
-            gate += tl.load(to, mask=real, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(to + F, mask=real, other=0.0).to(tl.float32)[None, :]
+            # Rounded before the bias too: z is then the one that `grouped_mm` and `add_expert_bias` make in backward.
+            gate = gate.to(z_desc.dtype).to(tl.float32) + tl.load(to, mask=real, other=0.0).to(tl.float32)[None, :]
+            up = up.to(z_desc.dtype).to(tl.float32) + tl.load(to + F, mask=real, other=0.0).to(tl.float32)[None, :]
         gate = gate.to(z_desc.dtype)
         up = up.to(z_desc.dtype)
         store_half(z_desc, first, last, 0, pn * HALF, gate, BLOCK_M, HALF)

@@ -44,7 +44,10 @@ class Candidate:
         dx, *rest = self.gradients(inputs, outputs)
         if isinstance(self.block, Routed):
             return Result(outputs[0].detach(), dx, rest[2], rest[0], rest[1])
-        return Result(outputs[0].detach(), dx, rest[0], *self.block.canon(rest[1:]))
+        weights = tuple(self.block.canon(rest[1:]))
+        if len(weights) != 2:
+            raise ValueError(f"canon gave {len(weights)} gradients, and 2 are needed: of w_up and of w_down")
+        return Result(outputs[0].detach(), dx, rest[0], *weights)
 
     def router(self, inputs: Inputs) -> tuple[Tensor, Tensor] | None:
         """Weight [E, D] and logits [T, E] of the block's own router, if it has one."""

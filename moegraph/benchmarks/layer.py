@@ -169,8 +169,9 @@ class _Run:
         base: Result | None = None
         pool = torch.cuda.graph_pool_handle() if graph else None
         for name, candidate in list(self.candidates.items()):
-            wanted = candidate.jobs(self.inputs, backward)
+            wanted: dict[str, Job] = {}
             with self.guard(name):  # set-ups may reset compilers: the first runs come after all of them
+                wanted = candidate.jobs(self.inputs, backward)
                 for job in wanted.values():
                     for count in range(len(self.inputs)):
                         job(count)

@@ -30,17 +30,21 @@ import torch
 from moegraph.errors import UsageError
 
 PeerClass = type[Any]
+_ROWS = ("moegraph", "dense ", "copy")  # how the names of the other rows begin
 
 
 def load_peers(files: Sequence[Path], names: Sequence[str]) -> list[PeerClass]:
     """The classes called `names`, in that order, of files run one after the other; a later file's class wins.
 
-    Raises UsageError for a file that fails when it is run and for a name that none has.
+    Raises UsageError for a file that fails when it is run, for a name that none has and for one that is taken.
     """
     found: dict[str, PeerClass] = {}
     for file in files:
         found |= {each.name: each for each in vars(_run_file(file)).values() if _is_peer(each)}
     there = ", ".join(found) or "no peer at all"
+    taken = [name for name in names if name.startswith(_ROWS) or "|" in name]
+    if taken:
+        raise UsageError(f"--peers {taken[0]}: a name of a row that is there anyway, or with a |; rename the class")
     missing = [name for name in names if name not in found]
     if missing or not names:
         what = f"--peers {missing[0]} is not in" if missing else "--peers NAMES is needed with"

@@ -62,6 +62,8 @@ def _expert_ffn(
         from moegraph.kernels.up_swiglu import up_swiglu
 
         activation = Activation(limit > 0, alpha, limit)
+        w_up, w_down, row_weight = w_up.contiguous(), w_down.contiguous(), row_weight.contiguous()
+        b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
         z, act = up_swiglu(x, order, inverse, w_up, offsets, top_k=top_k, bias=b_up, activation=activation)
         return rows_gemm.grouped_mm(act, w_down, offsets, bias=b_down, row_weight=row_weight), z
     rows = permute_rows(x, order, inverse, offsets, top_k)
@@ -104,7 +106,9 @@ def expert_ffn_dgrad(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.dgrad_swiglu import dgrad_swiglu
 
-        return dgrad_swiglu(grad, w_down, z, row_weight, offsets, activation=Activation(limit > 0, alpha, limit))
+        activation = Activation(limit > 0, alpha, limit)
+        tensors = (w_down.contiguous(), z.contiguous(), row_weight.contiguous())
+        return dgrad_swiglu(grad, *tensors, offsets, activation=activation)
     real = (torch.arange(grad.shape[0], device=grad.device) < offsets[-1])[:, None]
     da = product_dgrad(grad, w_down.contiguous(), offsets).to(row_weight.dtype)
     act, by_gate, by_up = _slopes(torch.where(real, z, 0), alpha, limit)
@@ -172,9 +176,16 @@ def expert_ffn(
 
     b_up [E, 2F] and b_down [E, D] are biases of the experts; `clamp` = (alpha, limit) is the clamped SwiGLU, None the
     plain one. y [R, D] and z [R, 2F]. y is weighted: `combine` sums it. z is the pre-activation, an output because it
-    is what backward keeps (unless `recompute`); it has no gradient. Rows past offsets[-1] are zeros.
+    is what backward keeps (unless `recompute`); it has no gradient. Rows past offsets[-1] are zeros. Raises ValueError
+    for a bias of another shape or dtype than x's, and for a clamp that is not above zero.
     """
     alpha, limit = clamp if clamp is not None else (0.0, 0.0)
+    if clamp is not None and not (alpha > 0 and limit > 0):
+        raise ValueError(f"expert_ffn: clamp {clamp} is not (alpha, limit) with both above zero")
+    for name, bias, width in (("b_up", b_up, w_up.shape[1]), ("b_down", b_down, w_down.shape[1])):
+        if bias is not None and (bias.shape != (w_up.shape[0], width) or bias.dtype != x.dtype):
+            wanted = f"[{w_up.shape[0]}, {width}] of {x.dtype}"
+            raise ValueError(f"expert_ffn: {name} must be {wanted}, got {list(bias.shape)} of {bias.dtype}")
     result: tuple[Tensor, Tensor] = _expert_ffn(
         x.contiguous(),
         order,

@@ -207,3 +207,15 @@ def test_wrong_shapes_are_refused_with_the_reason() -> None:
         ops.attention(*[torch.randn(1, 2, 1, 4)] * 3, window=0, scale=1.0)
     with pytest.raises(ValueError, match="3 query heads"):
         ops.attention(torch.randn(1, 2, 3, 4), *[torch.randn(1, 2, 2, 4)] * 2, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"b_up": (1, 8)}, {"b_up": (2, 4)}, {"b_down": (2, 8)}, {"clamp": (1.7, 0.0)}, {"clamp": (1.7, -1.0)}]
+)
+def test_experts_refuse_biases_and_clamps_that_do_not_fit(changed: dict[str, tuple[float, ...]]) -> None:
+    metadata = ops.sort_by_expert(torch.tensor([[0], [1], [1]], dtype=torch.int32), 2)
+    options = {name: torch.zeros([int(n) for n in v]) if name != "clamp" else v for name, v in changed.items()}
+    with pytest.raises(ValueError, match="expert_ffn"):
+        ops.expert_ffn(
+            torch.randn(3, 4), *metadata, torch.rand(3), torch.randn(2, 8, 4), torch.randn(2, 4, 4), top_k=1, **options
+        )

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moegraph.compiled import compile
 from moegraph.lowering import lower
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.initialise import initial_value, initial_values
 from moegraph.runtime.parameter_groups import parameter_groups
 from moegraph.specs.schema import ParameterGroup
 from moegraph.verify.passes import verify_spec
-from tests.small_models import compute_step, random_batch, relative_error, small_spec, start_values
+from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 
 from .small_runs import run, run_spec
 
@@ -52,7 +51,7 @@ def test_one_rule_keeps_weight_decay_from_every_bias() -> None:
 
 def test_experts_without_tokens_have_bias_gradients_of_exactly_zero() -> None:
     spec = small_spec(*GPT_OSS)
-    compiled = compile(spec)
+    compiled = compile_once(spec)
     values = start_values(compiled.program)
     values["layers.1.moe.router.bias"][[2, 5]] = 1e3  # every token to the same two
     computed, gradients = compute_step(spec, random_batch(spec, padding=3), values, compiled)
@@ -64,7 +63,7 @@ def test_experts_without_tokens_have_bias_gradients_of_exactly_zero() -> None:
 
 def test_the_gradients_of_biases_are_those_of_finite_differences() -> None:
     spec = small_spec(*GPT_OSS, "model.moe.output_bias=true")
-    compiled, batch = compile(spec), random_batch(spec)
+    compiled, batch = compile_once(spec), random_batch(spec)
     values = start_values(compiled.program)
     _, gradients = compute_step(spec, batch, values, compiled)
     for name in (*BIASES, "layers.1.moe.output.bias"):
@@ -104,7 +103,7 @@ def test_the_precisions_agree() -> None:
     found = {}
     for compute in ("fp64", "fp32", "bf16"):
         spec = small_spec(*GPT_OSS, f"precision.compute={compute}")
-        values = start_values(compile(spec).program, spread=1.0)
+        values = start_values(compile_once(spec).program, spread=1.0)
         found[compute] = compute_step(spec, random_batch(spec), values)[1][BIASES[0]]
     assert relative_error(found["fp32"], found["fp64"]) < 1e-4
     assert relative_error(found["bf16"], found["fp64"]) < 0.1

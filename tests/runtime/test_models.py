@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moegraph.compiled import Compiled, compile
+from moegraph.compiled import Compiled
 from moegraph.runtime.executor import Executor
 from moegraph.runtime.gradient_norm import global_norm
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.model_state import ModelState
 from moegraph.runtime.step import StepComputer
-from tests.small_models import CPU, compute_step, random_batch, relative_error, small_spec, start_values
+from tests.small_models import CPU, compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 
 from .small_runs import run, run_spec
 
@@ -57,7 +57,7 @@ def test_a_step_is_finite_and_every_trained_parameter_is_reached(overrides: tupl
 
 def test_all_tokens_on_one_expert_leave_the_others_exactly_zero_gradients() -> None:
     spec = small_spec(*moe(top_k=1, router="{select_bias: learned_free}"))
-    compiled = compile(spec)
+    compiled = compile_once(spec)
     values = start_values(compiled.program)
     values["layers.1.moe.select_bias"][5] = 1e3
     computed, gradients = compute_step(spec, random_batch(spec), values, compiled)
@@ -86,8 +86,8 @@ def test_equal_tokens_are_ties_and_recomputing_routes_them_the_same() -> None:
 
 def tied_and_untied() -> tuple[Compiled, Compiled]:
     options = (TWO_LAYERS, "model.moe.balance={coef: 0, z_coef: 0}")
-    tied = compile(small_spec(*options, "model.tie_embeddings=true"))
-    return tied, compile(small_spec(*options))
+    tied = compile_once(small_spec(*options, "model.tie_embeddings=true"))
+    return tied, compile_once(small_spec(*options))
 
 
 def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_its_uses() -> None:
@@ -120,7 +120,7 @@ def test_the_gradient_of_a_tied_embedding_is_that_of_finite_differences() -> Non
 
 def test_in_bf16_masters_are_fp32_and_what_the_graphs_read_is_them_rounded() -> None:
     spec = small_spec(TWO_LAYERS, "precision.compute=bf16", "model.moe.router.select_bias=learned_free")
-    program = compile(spec).program
+    program = compile_once(spec).program
     state = ModelState(spec, program, CPU)
     gradients = GradientBuffers(program.trained(), torch.float32, CPU)
     computer = StepComputer(spec, Executor(program, state.values, CPU, "eager"), gradients, CPU)
@@ -163,7 +163,7 @@ def test_the_precisions_agree_with_each_other() -> None:
     found: dict[str, tuple[float, Tensor]] = {}
     for compute in ("fp64", "fp32", "bf16"):
         spec = small_spec(TWO_LAYERS, f"precision.compute={compute}")
-        compiled = compile(spec)
+        compiled = compile_once(spec)
         # A real start, so that no choice of experts hangs on a rounding.
         values = start_values(compiled.program, spread=1.0)
         computed, gradients = compute_step(spec, random_batch(spec), values, compiled)

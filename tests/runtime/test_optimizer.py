@@ -136,13 +136,13 @@ def test_compute_copies_are_the_rounded_masters() -> None:
 
 
 def test_small_updates_gather_in_the_masters_though_the_copies_cannot_show_them() -> None:
-    """lr 1e-5 on weights of 1.0 is below what bfloat16 resolves; 1000 such steps are not."""
+    """lr 1e-5 on weights of 1.0 is below what bfloat16 resolves; 400 such steps are not."""
     optimizer = _optimizer(torch.float32, Options(weight_decay=0.0))
     name = "layers.0.attention.norm.weight"
     ones = {n: torch.ones_like(m) for n, m in optimizer.masters.items()}
-    for _ in range(1000):
+    for _ in range(400):
         optimizer.step(ones, 1e-5)
-    torch.testing.assert_close(optimizer.masters[name], torch.full((8,), 0.99), rtol=0, atol=1e-4)
+    torch.testing.assert_close(optimizer.masters[name], torch.full((8,), 0.996), rtol=0, atol=1e-4)
 
 
 def test_buffers_are_left_alone() -> None:

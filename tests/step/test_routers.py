@@ -8,11 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from moegraph.compiled import compile
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.step import Computed
 from moegraph.specs import Spec
-from tests.small_models import compute_step, random_batch, relative_error, small_spec, start_values
+from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 from tests.step.kinds import ONE_LAYER, SIGMOID, R
 
 ROUTERS = {
@@ -79,7 +78,7 @@ def test_a_compiled_step_is_the_eager_step(name: str) -> None:
 @pytest.mark.parametrize("favoured", [0, 5])
 def test_a_selection_bias_moves_the_choice_and_carries_no_gradient(favoured: int) -> None:
     spec = small_spec(*ONE_LAYER, f"{R}={{score: sigmoid, select_bias: learned_free}}")
-    compiled = compile(spec)
+    compiled = compile_once(spec)
     values = start_values(compiled.program)
     values["layers.0.moe.select_bias"][favoured] = 100.0
     computed, gradients = compute_step(spec, random_batch(spec), values, compiled)
@@ -91,7 +90,7 @@ def test_a_selection_bias_moves_the_choice_and_carries_no_gradient(favoured: int
 def test_a_bias_that_moves_no_choice_moves_no_number() -> None:
     """The bias is for the choice only: the same for every expert, it changes nothing at all."""
     spec = small_spec(*ONE_LAYER, f"{R}={{score: sigmoid, select_bias: learned_free}}")
-    compiled, batch = compile(spec), random_batch(spec)
+    compiled, batch = compile_once(spec), random_batch(spec)
     values = start_values(compiled.program)
     plain, expected = compute_step(spec, batch, values, compiled)
     values["layers.0.moe.select_bias"].fill_(0.25)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +19,22 @@ from moegraph.kernels.tiles import tile_schedule, tile_schedule_reference
 from tests.kernels.cases import Ragged, ragged, relative_error, routed
 
 SMALL = Config(16, 32, 16, num_warps=4, num_stages=2)
-ACTIVATIONS = [pytest.param(Activation(), id="swiglu"), pytest.param(Activation(True, 1.7, 0.8), id="clamped")]
+ACTIVATIONS = {"swiglu": Activation(), "clamped": Activation(True, 1.7, 0.8)}
 SIZES = [(0, 1, 15, 16, 17), (33, 0, 0, 0), (5,), (0, 0), (7, 40, 2)]
 CASES = [pytest.param(ragged(s, tail), id=f"{s}+{tail}") for s in SIZES for tail in (0, 9) if sum(s) + tail]
 # Widths that are whole tiles, and widths that are not.
 WIDTHS = [(32, 32), (48, 40), (24, 72)]
+
+
+def with_widths(*choices: Sequence[Any]) -> list[Any]:
+    """Every group sizes with every combination of `choices`, each at one of the widths. They take turns so that each
+    width meets each of the sizes and each combination, both with rows past the last offset and without."""
+    combinations = list(itertools.product(*choices))
+    return [
+        pytest.param(case.values[0], *WIDTHS[(i + j) % 3], *values, id=f"{case.id}-{WIDTHS[(i + j) % 3]}-{values}")
+        for i, case in enumerate(CASES)
+        for j, values in enumerate(combinations)
+    ]
 
 
 def grouped(rows: Tensor, weight: Tensor, case: Ragged) -> Tensor:
@@ -87,14 +101,12 @@ def activated(z: Tensor, activation: Activation) -> Tensor:
     return ops.swiglu(z)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("d", "f"), WIDTHS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("biased", "separate"), [(False, False), (True, False), (True, True)])
-def test_the_gathered_up_projection_with_its_activation(
-    case: Ragged, d: int, f: int, activation: Activation, biased: bool, separate: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "d", "f", "name", "kind"), with_widths(list(ACTIVATIONS), ["plain", "biased", "biased, separate"])
+)
+def test_the_gathered_up_projection_with_its_activation(case: Ragged, d: int, f: int, name: str, kind: str) -> None:
     torch.manual_seed(0)
+    activation, biased, separate = ACTIVATIONS[name], "biased" in kind, "separate" in kind
     experts, rows = len(case.sizes), case.rows
     x, weight = torch.randn(rows, d), torch.randn(experts, 2 * f, d)  # one choice per token, in random order
     bias = torch.randn(experts, 2 * f) if biased else None
@@ -109,14 +121,14 @@ def test_the_gathered_up_projection_with_its_activation(
     assert relative_error(act, activated(want, activation)) < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("d", "f"), WIDTHS)
-@pytest.mark.parametrize("kind", ["1", "2", "4", "separate"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("case", "d", "f", "kind", "name"), with_widths(["1", "2", "4", "separate"], list(ACTIVATIONS))
+)
 def test_the_gradient_through_down_activation_and_router_weight(
-    case: Ragged, d: int, f: int, kind: str, activation: Activation
+    case: Ragged, d: int, f: int, kind: str, name: str
 ) -> None:
     torch.manual_seed(0)
+    activation = ACTIVATIONS[name]
     config = replace(SMALL, separate=True) if kind == "separate" else replace(SMALL, block_n=64, parts=int(kind))
     weight, grad = torch.randn(len(case.sizes), d, f), torch.randn(case.rows, d)
     z, scale = torch.randn(case.rows, 2 * f), torch.rand(case.rows)
