@@ -194,11 +194,11 @@ def dgrad_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad [R, D], weight [E, D, F], z [R, 2F], row_weight [R] fp32 → (dz [R, 2F], a_s [R, F], ds [R] fp32)."""
     rows, (num_experts, d, f) = grad.shape[0], weight.shape
+    if config is None and activation.clamped:  # its slopes do not fit in the registers of the fused epilogue
+        plain = choose_config("grouped_mm_dgrad", grad.dtype, f, d, rows, num_experts, grad.device).config
+        config = replace(plain, separate=True)
     c = config or choose_config("dgrad_swiglu", grad.dtype, f, d, rows, num_experts, grad.device).config
     dz, act = grad.new_empty(rows, 2 * f), grad.new_empty(rows, f)
-    if activation.clamped and not c.separate:  # its slopes do not fit in the registers of the fused epilogue
-        c = choose_config("grouped_mm_dgrad", grad.dtype, f, d, rows, num_experts, grad.device).config
-        c = replace(c, separate=True)
     if c.separate:
         ds = grad.new_empty(rows, dtype=torch.float32)
         da = grouped_mm(grad, weight, offsets, transposed=True, config=replace(c, separate=False))

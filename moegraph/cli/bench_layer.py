@@ -32,7 +32,7 @@ def layer_command(
     d_ff: Annotated[int | None, typer.Option(min=8)] = None,
     experts: Annotated[int | None, typer.Option(min=1)] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
-    skew: Annotated[float, typer.Option(min=0.0, help="Standard deviation of a bias per expert.")] = 0.0,
+    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Standard deviation of a bias per expert.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Forward and backward too.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns; every turn runs each row three times.")] = 15,
     dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Of x and the weights.")] = "bf16",

@@ -102,7 +102,8 @@ def expert_ffn_dgrad(
     """grad [R, D], z [R, 2F], row_weight [R], w_down [E, D, F] → dz [R, 2F], row_weight · activation [R, F], and the
     gradient of row_weight [R]. Rows past offsets[-1] are zeros. `limit` 0 is plain SwiGLU, else the clamped one."""
     grad = grad.contiguous()
-    if uses_kernels("dgrad_swiglu", grad, w_down.shape[2], w_down.shape[1], grad.shape[0], offsets.shape[0]):
+    kernel = "grouped_mm_dgrad" if limit else "dgrad_swiglu"  # the clamped activation has a kernel of its own
+    if uses_kernels(kernel, grad, w_down.shape[2], w_down.shape[1], grad.shape[0], offsets.shape[0]):
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.dgrad_swiglu import dgrad_swiglu
 

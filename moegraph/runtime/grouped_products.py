@@ -109,9 +109,13 @@ def _fused(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, row_weigh
     return [(up, plain, None), (Problem("grouped_mm", x.dtype, d, f, rows, experts), None, up)]
 
 
-def _fused_dgrad(grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, *_: Any) -> _Problems:
+def _fused_dgrad(
+    grad: Tensor, z: Tensor, row_weight: Tensor, w_down: Tensor, offsets: Tensor, alpha: float, limit: float
+) -> _Problems:
     rows, (experts, d, f) = grad.shape[0], w_down.shape
     plain = Problem("grouped_mm_dgrad", grad.dtype, f, d, rows, experts)
+    if limit:  # the clamped activation's gradient is a kernel of its own behind the plain product
+        return [(plain, None, None)]
     return [(Problem("dgrad_swiglu", grad.dtype, f, d, rows, experts), plain, None)]
 
 

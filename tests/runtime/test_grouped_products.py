@@ -52,6 +52,12 @@ def test_fused_experts_are_those_of_a_block(fused: list[Product]) -> None:
     assert sorted(map(str, (each.problem for each in fused))) == sorted(str(BLOCK[name]) for name in names)
 
 
+def test_the_clamped_activation_has_its_gradient_behind_the_plain_product() -> None:
+    clamped = products("passes.fuse-experts.enabled=true", "model.moe.activation={kind: swiglu_clamped}")
+    names = ("up_swiglu", "down", "down_dgrad", "up_dgrad", "up_wgrad", "down_wgrad")
+    assert sorted(map(str, (each.problem for each in clamped))) == sorted(str(BLOCK[name]) for name in names)
+
+
 def test_on_hopper_every_product_has_a_configuration(fused: list[Product]) -> None:
     for each in fused:
         resolved = resolve(each, HOPPER)
