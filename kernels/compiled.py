@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -111,21 +112,27 @@ def _matrix_instruction(ptx: str) -> str:
 
 
 def _ptxas(ptx: str, capability: int) -> tuple[int, int]:
-    """(registers per thread, bytes spilled) by the assembler that Triton carries."""
-    name = "ptxas-blackwell" if capability >= 100 else "ptxas"
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    """(registers per thread, bytes spilled) by the assembler that Triton uses.
+
+    That is the one it carries, unless TRITON_PTXAS_PATH names another, as Inductor does in torch's builds for CUDA 13;
+    the version of the PTX follows it.
+    """
+    assembler = get_ptxas(capability).path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         command = [
-            str(assembler),
+            assembler,
             "-v",
             f"--gpu-name=sm_{capability}a",
             str(source),
             "-o",
             str(Path(folder) / "kernel"),
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = done.stderr
+    if done.returncode:
+        raise RuntimeError(f"{assembler} returned {done.returncode}: {said[:500]}")
     used = re.search(r"Used (\d+) registers", said)
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     if used is None:

@@ -3,8 +3,11 @@ matrix instruction, asynchronous loads. `test_compiled_tables.py` has more shape
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from triton.backends.nvidia.compiler import get_ptxas
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.catalogue import launches
@@ -82,3 +85,26 @@ def test_fp32_kernels_compile_and_do_not_spill(name: str) -> None:
     shape = {"tokens": 1024, "d_model": 256, "d_ff": 128, "num_experts": 8, "top_k": 2}
     report = compile_launch(dict(launches(**shape, dtype=torch.float32))[name], 90)
     assert report.fits, report
+
+
+def test_the_assembler_is_the_one_that_triton_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor points Triton at another one in torch's builds for CUDA 13: its PTX is too new for the bundled one."""
+    calls, wrapper = tmp_path / "calls", tmp_path / "ptxas"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {get_ptxas(90).path} "$@"\n')
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(wrapper))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert compile_launch(KERNELS[90]["tile_schedule"], 90).fits
+    said = calls.read_text().splitlines()
+    assert sum("-v --gpu-name=sm_90a" in line for line in said) == 2, said  # Triton's own call, and the report's
+
+
+def test_what_the_assembler_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = tmp_path / "ptxas"
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$3" in *kernel.ptx) echo "too new" >&2; exit 3;; esac\nexec {get_ptxas(90).path} "$@"\n'
+    )
+    wrapper.chmod(0o700)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(wrapper))
+    with pytest.raises(RuntimeError, match="returned 3: too new"):
+        compile_launch(KERNELS[90]["tile_schedule"], 90)
