@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch._ops import OpOverload as OpOverload  # what a node of a step graph calls; no public name
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # values without data; no public name
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -106,3 +109,144 @@ def inductor_headers_in(folder: Path) -> Iterator[None]:
     finally:
         codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = before
         codecache._precompile_header.cache_clear()
+
+
+def name_process_group(name: str, group: dist.ProcessGroup) -> None:
+    """Makes `group` what collectives of a graph find under `name`.
+
+    torch gives every group a name of its own, which differs between the subgroups of one axis; written into a graph it
+    would make every rank's graph another one, compiled anew.
+    """
+    _register_process_group(cast(Any, name), group)
+
+
+def forget_process_group(name: str) -> None:
+    """Undoes `name_process_group`."""
+    _unregister_process_group(cast(Any, name))
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The group that has this name here."""
+    return _resolve_process_group(cast(Any, name))
+
+
+class LeanStage:
+    """Mixed in before torch's `PipelineStage` (imported late, it takes a second): keeps tensors only while needed.
+
+    torch 2.11 and 2.13 allocate a receive buffer per micro-batch and direction and keep them for ever, and keep inputs
+    and outputs of a forward until its backward. Here a receive gets its buffer when it is posted, and the stage's own
+    methods say when to `release` it. Every message carries the tag `round`, so that gloo never takes one left over from
+    a step that failed for one of the next. 2.11 also greets the neighbours by messages, which gloo cannot send to
+    itself, as V-shaped schedules ask; there are none here.
+    """
+
+    round = 0
+
+    def new_buffer(self) -> Tensor:
+        """Room for one message."""
+        raise NotImplementedError
+
+    def release(self, infos: Iterable[Any]) -> None:
+        """Drops the buffers of receives; torch wants a tensor there. Arguments from outside have none."""
+        for info in infos:
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty(0)
+
+    def forget_step(self) -> None:
+        """Drops whatever a step that raised left behind."""
+        stage: Any = self
+        stage.clear_runtime_states()
+        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            self.release(infos)
+        stage.bwd_cache.clear()
+        stage.dw_runner.clear()
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[Any]:
+        return self._receives(super().get_fwd_recv_ops, self.args_recv_info, chunk)  # type: ignore[misc, attr-defined]
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[Any]:
+        return self._receives(super().get_bwd_recv_ops, self.grad_recv_info, chunk)  # type: ignore[misc, attr-defined]
+
+    def get_fwd_send_ops(self, chunk: int) -> list[Any]:
+        operations = super().get_fwd_send_ops(chunk)  # type: ignore[misc]
+        self.fwd_cache[chunk] = ((), [])  # type: ignore[attr-defined]
+        return self._marked(operations)
+
+    def get_bwd_send_ops(self, chunk: int) -> list[Any]:
+        return self._marked(super().get_bwd_send_ops(chunk))  # type: ignore[misc]
+
+    def _receives(self, operations: Callable[[int], list[Any]], infos: dict[int, Any], chunk: int) -> list[Any]:
+        for info in infos[chunk]:
+            if hasattr(info, "buffer") and not getattr(info, "is_root_arg", False):
+                info.buffer = self.new_buffer()
+        return self._marked(operations(chunk))
+
+    def _marked(self, operations: list[Any]) -> list[Any]:
+        for operation in operations:
+            operation.tag = self.round
+        return operations
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[misc]
+        self.forget_step()
+        return prepared
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[misc]
+        self.forget_step()
+        return prepared
+
+
+def forget_schedule_step(schedule: Any) -> list[Any]:
+    """Makes a pipeline schedule whose step raised ready for another: what it keeps between actions has no public reset.
+
+    Single-stage schedules keep losses only; the others also the receives that they posted and have not waited for,
+    which are returned.
+    """
+    schedule._internal_losses.clear()
+    posted = [getattr(schedule, name, {}) for name in ("fwd_recv_ops", "bwd_recv_ops")]
+    dropped = [dict(each) for each in posted]
+    for each in posted:
+        each.clear()
+    return dropped
+
+
+def pipeline_orders(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[str]]:
+    """What each rank of one of torch's schedules with several stages per rank does, in torch's notation: `3F0` is stage
+    3, forward, micro-batch 0; `B`, `I` and `W` are the whole backward, its input half and its weight half.
+
+    A schedule works the orders of all ranks out when it is made, but wants stages, which want a process group. Of the
+    stages it reads no more than is given here. The two halves of what torch would overlap run one after the other.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class  # a second to import
+
+    stages: list[Any] = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=ranks * stages_per_rank,
+            group_size=ranks,
+            group_rank=0,
+            submod=None,
+        )
+        for index in range(stages_per_rank)
+    ]
+    orders: dict[int, list[Any]] = get_schedule_class(schedule)(stages, microbatches).pipeline_order
+    return [
+        [str(part) for action in orders[rank] if action is not None for part in action.sub_actions or (action,)]
+        for rank in range(ranks)
+    ]
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    """Sums `whole` [R · N] over the R ranks of a group and leaves this rank's part in `out` [N]; renamed in 2.13."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(out, whole, group=group, async_op=async_op)
+
+
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's `part` [N], one after the other, into `out` [R · N]; renamed in 2.13."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(out, part, group=group)

@@ -3,8 +3,8 @@
     spec.yaml                       the resolved spec, every default written out
     report.json                     hash, time and nodes rewritten per pass, versions, sizes, what was verified
     graph.json                      the graphs before tracing and at the end, for programs
-    passes/04-recompute/moe.joint.txt   the canonical text of each graph after the pass
-    passes/04-recompute.diff            what the pass changed
+    passes/06-recompute/moe.joint.txt   the canonical text of each graph after the pass
+    passes/06-recompute.diff            what the pass changed
 
 Contract: the directory is data. Nothing in it is ever executed: `train` reads its spec, compiles that again, and
 refuses if a graph is not the one whose hash the report holds. Written aside and renamed, so it is whole or absent.

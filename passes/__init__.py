@@ -6,7 +6,15 @@
 from moegraph.passes.contract import Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
 
-from moegraph.passes import canonicalize, balance_losses, fuse_experts, recompute, split_backward  # isort: skip
+from moegraph.passes import (  # isort: skip
+    canonicalize,
+    balance_losses,
+    dispatch_experts,
+    fuse_experts,
+    split_pipeline,
+    recompute,
+    split_backward,
+)
 
 __all__ = [
     "Pass",
@@ -14,8 +22,10 @@ __all__ = [
     "PassResult",
     "balance_losses",
     "canonicalize",
+    "dispatch_experts",
     "fuse_experts",
     "recompute",
     "registry",
     "split_backward",
+    "split_pipeline",
 ]

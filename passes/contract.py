@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moegraph.graph.program import Program, Unit
+from moegraph.graph.program import Instance, Program, Unit
 from moegraph.passes.options import build_from_options
 from moegraph.specs.schema import Spec
 
@@ -36,7 +36,8 @@ class PassContext:
 
 @dataclass(frozen=True)
 class PassResult:
-    """The rewritten unit, the names of the nodes that were added, replaced or removed, and, where nothing was, why."""
+    """The rewritten unit, the names of the nodes that were added, replaced or removed, and of the blocks that changed
+    their stage; and, where there are none, why."""
 
     unit: Unit
     rewritten: Sequence[str] = ()
@@ -71,6 +72,20 @@ class Pass(ABC):
             return None
         return build_from_options(cls, cls.name, custom.options if custom is not None else {})
 
+    def bound(self, compute: str) -> float:
+        """The largest relative difference where the spec computes in `compute` (bf16, fp32 or fp64).
+
+        As it stands here: `tolerance`, whatever the dtype.
+        """
+        return self.tolerance
+
     @abstractmethod
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         """The unit after the rewrite. The unit given is not changed."""
+
+    def place(self, program: Program) -> tuple[Instance, ...]:
+        """The blocks of the program, each with its pipeline stage; called once, with the program before the pass.
+
+        As it stands here: where they are. A pass that moves blocks names them in what `apply` says it rewrote.
+        """
+        return program.instances

@@ -3,8 +3,8 @@
     lower -> layer passes -> trace -> step passes -> split-backward
 
 After every pass each graph is linted, its values are propagated again and compared, the structural verifiers run, and
-a record is kept: seconds, nodes rewritten, and the canonical text of every graph. `lower` and `trace` are records too,
-so the list reads from the spec to the graphs that torch.compile gets.
+a record is kept: seconds, nodes rewritten, the canonical text of every graph, and the stage of every block. `lower` and
+`trace` are records too, so the list reads from the spec to the graphs that torch.compile gets.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from moegraph.errors import CheckFailed, MoegraphError, RunError
 from moegraph.graph.program import Program, Unit
 from moegraph.graph.propagate import Propagator
+from moegraph.graph.stages import check_placement
 from moegraph.graph.text import graph_text, text_hash
 from moegraph.passes.contract import Pass, PassContext, PassResult
 from moegraph.passes.selection import TRACE, order_passes, passes_for
 from moegraph.step.joint import trace_joint
 from moegraph.verify.structure import check_rewrite, check_unit
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,17 @@ class PassRecord:
     made_by: Pass | None = None
 
     @property
+    def placement(self) -> Mapping[str, int]:
+        """The stage of each block, by the block's name."""
+        return {instance.prefix: instance.stage for instance in self.program.instances}
+
+    @property
     def hash(self) -> str:
-        """SHA-256 over every graph's text."""
-        joined = "\n".join(
-            f"{kind}/{name}\n{text}" for kind, graphs in self.texts.items() for name, text in graphs.items()
-        )
-        return text_hash(joined)
+        """SHA-256 over every graph's text and, where there are several stages, over the placement."""
+        parts = [f"{kind}/{name}\n{text}" for kind, graphs in self.texts.items() for name, text in graphs.items()]
+        if any(self.placement.values()):
+            parts += [f"{prefix} {stage}" for prefix, stage in self.placement.items()]
+        return text_hash("\n".join(parts))
 
     @property
     def count(self) -> int:
@@ -106,10 +115,11 @@ class _Pipeline:
         notes: dict[str, str] = {}
         started = time.perf_counter()
         for kind, unit in self.program.units.items():
-            result = _run_pass(p, unit, context)
+            result = _run(p, kind, PassResult, p.apply, unit, context)
             units[kind] = result.unit
             rewritten[kind] = tuple(result.rewritten)
             notes[kind] = result.note
+        instances = _run(p, "the blocks", tuple, p.place, self.program)
         seconds = time.perf_counter() - started
         for kind, unit in self.program.units.items():
             if _texts(unit) != self.records[-1].texts[kind]:
@@ -118,7 +128,9 @@ class _Pipeline:
                     "compared: edit a copy (moegraph.graph.edit.Rewriter)"
                 )
             check_rewrite(unit, units[kind], p.name)
-        self.record(p.name, p.level, self.program.with_units(units), seconds, p, rewritten, notes)
+        check_placement(self.program.instances, instances, p.name)
+        program = replace(self.program, instances=instances).with_units(units)
+        self.record(p.name, p.level, program, seconds, p, rewritten, notes)
 
     def record(
         self,
@@ -140,18 +152,19 @@ class _Pipeline:
         self.records.append(PassRecord(name, level, tier, seconds, rewritten or {}, notes or {}, texts, program, p))
 
 
-def _run_pass(p: Pass, unit: Unit, context: PassContext) -> PassResult:
+def _run(p: Pass, what: str, answer: type[Answer], method: Callable[..., Answer], *given: Any) -> Answer:
+    """What a method of a pass answers. `what` names the kind of block, or what else it was called for."""
     try:
-        result = p.apply(unit, context)
+        result = method(*given)
     except MoegraphError:
         raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
-            f"pass {p.name!r} fails on {unit.kind}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            f"pass {p.name!r} fails on {what}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         ) from error
-    if not isinstance(result, PassResult):
-        raise RunError(f"pass {p.name!r} returned {type(result).__name__} for {unit.kind}, not a PassResult")
+    if not isinstance(result, answer):
+        raise RunError(f"pass {p.name!r} returned {type(result).__name__} for {what}, not a {answer.__name__}")
     return result
 
 

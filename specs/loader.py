@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moegraph.errors import Problem, SpecError
+from moegraph.specs.derived import fill_derived
 from moegraph.specs.merge import overlay
 from moegraph.specs.nodes import Limits, Mapping, Mark, from_python, show_name
 from moegraph.specs.not_yet import check_not_yet
@@ -75,6 +76,7 @@ def load_resolved(source: SpecSource, overrides: Iterable[str] = (), *, trusted:
     assert isinstance(merged, Mapping)
     if merged.size > LIMITS.nodes:
         raise SpecError([*problems, problem_at(merged.mark, "MG108", f"more than {LIMITS.nodes:,} values")], name)
+    merged = fill_derived(merged)
     parsed = parse_spec(merged)
     # What is missing may stand in a file that could not be read.
     problems += [each for each in parsed.problems if each.code != "MG104" or not sources.incomplete]

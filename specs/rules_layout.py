@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moegraph.specs.rules import Report, Rule, divisors, listing
 from moegraph.specs.schema.spec import Spec
+from moegraph.specs.stages import even_stages, stage_of_block
 
 # Stages of the pipeline on each rank.
 STAGES_PER_RANK = {
@@ -14,6 +15,11 @@ STAGES_PER_RANK = {
     "zbv_zero_bubble": 2,
     "dual_pipe_v": 2,
 }
+
+
+def least_microbatches(pp: int, schedule: str) -> int:
+    """How many micro-batches fill a pipeline of `pp` ranks: as many as a schedule has stages one after the other."""
+    return pp * (2 if schedule == "dual_pipe_v" else 1)
 
 
 def ep_divides_dp(spec: Spec, report: Report) -> None:
@@ -68,12 +74,32 @@ def stages_have_layers(spec: Spec, report: Report) -> None:
     report.add("layout.pp", message, code="MG201")
 
 
+def stages_name_every_block(spec: Spec, report: Report) -> None:
+    """An explicit cut names every block once, in as many stages as the pipeline has."""
+    layout, layers = spec.layout, spec.model.num_layers
+    if layout.stages is None:
+        return
+    per_rank = STAGES_PER_RANK[layout.schedule]
+    wanted = layout.pp * per_rank
+    fix = "leave it out" + (f', or write such as "{even_stages(layers, wanted)}"' if wanted <= layers else "")
+    try:
+        found = stage_of_block(layout.stages, layers)[-1] + 1
+    except ValueError as error:
+        report.add("layout.stages", str(error), code="MG201", fix=fix)
+        return
+    if found != wanted:
+        product = f"pp {layout.pp} × {per_rank} stages per rank = {wanted}" if per_rank > 1 else f"pp {layout.pp}"
+        stages = f"{found} stages" if found > 1 else "1 stage"
+        message = f"{stages}, but the pipeline has {product}"
+        report.add("layout.stages", message, code="MG201", fix=fix)
+
+
 def microbatches_fill_pipeline(spec: Spec, report: Report) -> None:
     """A pipeline with fewer micro-batches than stages would wait for ever, or idle."""
     layout = spec.layout
     if layout.pp == 1:
         return
-    least = layout.pp * (2 if layout.schedule == "dual_pipe_v" else 1)
+    least = least_microbatches(layout.pp, layout.schedule)
     many, path = layout.microbatches, "layout.microbatches"
     if many < least:
         stages = f"pp {layout.pp}" + (" × 2 stages per rank" if least > layout.pp else "")
@@ -136,7 +162,13 @@ def rows_fit_index(spec: Spec, report: Report) -> None:
 def balance_sees_its_tokens(spec: Spec, report: Report) -> None:
     """A balance loss over more than a micro-batch of a layer needs every forward before the first backward."""
     moe, layout = spec.model.moe, spec.layout
-    if moe is None or moe.balance.coef == 0 or layout.microbatches == 1 or layout.schedule == "gpipe":
+    if moe is None or moe.balance.coef == 0:
+        return
+    if moe.balance.layers == "pooled" and layout.pp > 1:
+        message = f"layers pooled needs the counts of all layers at once, but pp {layout.pp} spreads them over ranks"
+        report.add("model.moe.balance.layers", message, code="MG202", fix="use layers: sum or mean, or layout.pp=1")
+        return
+    if layout.microbatches == 1 or layout.schedule == "gpipe":
         return
     for name, value in (("over", "global_batch"), ("layers", "pooled")):
         if getattr(moe.balance, name) == value:
@@ -181,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     ep_divides_dp,
     ep_divides_experts,
     stages_have_layers,
+    stages_name_every_block,
     microbatches_fill_pipeline,
     schedule_has_pipeline,
     sequences_divide,

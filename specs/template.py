@@ -79,10 +79,13 @@ layout:                                # world = dp · pp ranks
   pp: 1                                # pipeline stages
   schedule: 1f1b                       # gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble |
                                        # zbv_zero_bubble | dual_pipe_v
+  stages: null                         # null: cut into stages of equal cost
+  # stages: "embedding,0-3,head"       # the blocks of each stage, stages separated by |
   microbatches: 1                      # gradient accumulation, and what a pipeline is filled with
   transport: exact                     # exact | padded | direct: how tokens travel to experts
   capacity: 1.25                       # of padded and direct, times a balanced load
   overflow: replay                     # replay | drop | error: what happens beyond it
+  timeout: 600                         # seconds that a collective may take
 
 precision:
   compute: bf16                        # bf16 | fp32 | fp64; master weights are fp32, or fp64

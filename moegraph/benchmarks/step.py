@@ -13,15 +13,10 @@ from typing import Any
 
 import torch
 
-from moegraph.compiled import compile
 from moegraph.data.loader import StepBatch
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.device import choose_device, device_name, peak_memory
-from moegraph.runtime.executor import Executor
-from moegraph.runtime.gradient_norm import global_norm
-from moegraph.runtime.gradients import GradientBuffers
-from moegraph.runtime.model_state import ModelState, master_dtype
-from moegraph.runtime.step import StepComputer
+from moegraph.runtime.engine import Engine
 from moegraph.specs.schema import Spec
 
 
@@ -66,18 +61,14 @@ def random_batch(spec: Spec, generator: torch.Generator) -> StepBatch:
 def time_step(spec: Spec, steps: int) -> StepTiming:
     """Times `steps` optimizer steps of a spec after a first one that compiles."""
     device = choose_device(spec.train.device)
-    program = compile(spec).program
-    state = ModelState(spec, program, device)
-    executor = Executor(program, state.values, device, spec.train.compile)
-    gradients = GradientBuffers(program.trained(), master_dtype(spec), device)
-    computer = StepComputer(spec, executor, gradients, device)
+    engine = Engine(spec, device)
+    program = engine.program
     generator = torch.Generator().manual_seed(spec.train.seed)
 
     def step() -> float:
-        computed = computer.compute(random_batch(spec, generator))
-        numbers = torch.stack([computed.loss.double(), global_norm(gradients)]).tolist()
-        state.commit(gradients, numbers[1], spec.train.optimizer.lr, computed.expert_counts)
-        return float(numbers[0])
+        agreed = engine.compute(random_batch(spec, generator))
+        engine.commit(agreed, spec.train.optimizer.lr)
+        return agreed.loss
 
     first = _seconds(step, device)
     losses: list[float] = []
@@ -96,7 +87,7 @@ def time_step(spec: Spec, steps: int) -> StepTiming:
         tflops=rate * flops_per_token(spec, program) / 1e12,
         peak_bytes=peak_memory(device),
         loss=losses[-1],
-        compilations=max(executor.compilations().values(), default=0),
+        compilations=max(engine.compilations().values(), default=0),
     )
 
 

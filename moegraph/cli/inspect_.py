@@ -46,6 +46,9 @@ def inspect_command(
     arch: Annotated[
         str | None, typer.Option(metavar="ARCH", help="With --kernels: sm_90, sm_100 or sm_103. Default: this GPU's.")
     ] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Pipeline stages, their ranks, and what each rank does when.")
+    ] = False,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
@@ -55,6 +58,7 @@ def inspect_command(
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
     flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
+    flags["schedule"] = schedule
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
         from moegraph.cli.inspect_run import print_run
@@ -65,6 +69,13 @@ def inspect_command(
     if resolved:
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
+        return
+    if schedule:
+        unused = {name: value for name, value in {**graphs, **flags}.items() if name not in ("schedule", "pass_file")}
+        refuse(**unused, diff=diff, full=full, because="does not go with --schedule")
+        from moegraph.cli.inspect_schedule import print_schedule
+
+        print_schedule(_compile(spec, set_, pass_file).program, as_json=json)
         return
     if kernels:
         unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}

@@ -17,6 +17,7 @@ from moegraph.graph.instances import expanded, instances_text
 from moegraph.graph.text import graph_json, graph_text
 from moegraph.passes.balance_losses import BalanceLosses, definition
 from moegraph.passes.pipeline import PassRecord
+from moegraph.passes.split_pipeline import SplitPipeline, placement_text
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,10 @@ def _about(record: PassRecord) -> str:
     line = f"{record.name}: {record.level} pass, {record.tier}, {count}"
     if record.made_by is None:
         line = f"{record.name}: every block is traced jointly with its backward"
+    if isinstance(record.made_by, SplitPipeline) and record.count:
+        moved = "1 block" if record.count == 1 else f"{record.count} blocks"
+        line = f"{record.name}: {record.level} pass, {record.tier}, {moved} moved to another stage\n"
+        line += placement_text(record.program.instances).replace("; ", "\n")
     if isinstance(record.made_by, BalanceLosses):
         line += "\n" + definition(record.program.spec).replace("; ", "\n")
     for note in dict.fromkeys(note for kind, note in record.notes.items() if note and not record.count):

@@ -2,20 +2,25 @@
 
 A compiled directory is data: its resolved spec is compiled again, and training starts only if every pass leaves the
 graphs whose hashes the directory's report holds.
+
+A layout of several ranks is a process each: `--nproc` starts them here, torchrun on several hosts.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
 from moegraph.artifact_names import SPEC_NAME
 from moegraph.cli.compile_ import last_compiled
-from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_files, refuse_many_ranks, spec_name
+from moegraph.cli.launch import LAUNCHED, environment_ranks, launch, watch_launcher
+from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_files, spec_name
 from moegraph.cli.output import Status, print_json, say
 from moegraph.cli.sources import find_spec, load
 from moegraph.errors import SpecError, UsageError
@@ -34,18 +39,51 @@ def train_command(
     ] = None,
     set_: Set = None,
     pass_file: PassFile = None,
-    nproc: Annotated[int, typer.Option(help="Processes to train with; only 1 exists so far.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start this many processes on this host, as many as the layout has ranks."),
+    ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Train a model."""
-    refuse_many_ranks("nproc", nproc)
+    ranks = environment_ranks()
+    if LAUNCHED in os.environ:
+        watch_launcher()
+    if ranks is not None and nproc is not None:
+        raise UsageError("--nproc starts processes, but RANK and WORLD_SIZE are set: this is one of them already")
     loaded, folder = _find(spec, set_ or ())
-    _check_layout(loaded)
+    world = loaded.layout.world
+    if ranks is None and world > 1:
+        return _launch(world, nproc, spec, set_ or (), pass_file or (), json)
+    if ranks is None and nproc not in (None, 1):
+        raise UsageError(f"--nproc {nproc}, but the layout has one rank: raise layout.dp or layout.pp")
+    _train(loaded, folder, pass_file, ranks or (0, 1), json)
+    return 0
+
+
+def _launch(
+    world: int, nproc: int | None, spec: str | None, overrides: Sequence[str], pass_files: Sequence[Path], json: bool
+) -> int:
+    """Starts the ranks as processes of their own and waits for them."""
+    if nproc != world:
+        how = "no --nproc is given" if nproc is None else f"--nproc is {nproc}"
+        raise UsageError(
+            f"the layout has {world} ranks and {how}: --nproc {world} starts them on this host; on several hosts, "
+            "torchrun starts `-m moegraph train`"
+        )
+    options = [f"--set={each}" for each in overrides] + [f"--pass-file={each}" for each in pass_files]
+    options += ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
+    return launch([sys.executable, "-m", "moegraph", "train", *([spec] if spec is not None else []), *options], world)
+
+
+def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, ranks: tuple[int, int], json: bool) -> None:
+    """Trains as one rank of a world. Rank 0 alone says anything."""
     from moegraph.artifact import check_unchanged, read_compiled
     from moegraph.compiled import compile as compile_spec
     from moegraph.runtime.progress import Progress
     from moegraph.runtime.trainer import train
 
+    rank, world = ranks
     report = read_compiled(folder) if folder is not None else None
     load_pass_files(pass_file)
     compiled = None  # without a report to agree with, the trainer looks at the data before it compiles
@@ -53,10 +91,15 @@ def train_command(
         with Status() as status:
             compiled = compile_spec(loaded, progress=lambda step: status(f"compiling: {step}"))
         check_unchanged(report, compiled)
-        say(f"{folder}: the graphs after each of {len(report.hashes)} passes are those it was compiled to")
-    progress = Progress(loaded.train.steps, loaded.train.log_every, sys.stderr if json else sys.stdout)
-    result = train(loaded, base=Path.cwd(), progress=progress, compiled=compiled)
-    if json:
+        if rank == 0:
+            say(f"{folder}: the graphs after each of {len(report.hashes)} passes are those it was compiled to")
+    with ExitStack() as stack:
+        shown: IO[str] = sys.stderr if json else sys.stdout
+        if rank != 0:
+            shown = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        progress = Progress(loaded.train.steps, loaded.train.log_every, shown)
+        result = train(loaded, base=Path.cwd(), progress=progress, compiled=compiled, rank=rank, world=world)
+    if json and rank == 0:
         print_json(result.to_json())
 
 
@@ -78,12 +121,3 @@ def _find(given: str | None, overrides: Sequence[str]) -> tuple[Spec, Path | Non
     if not same:
         say(f"note: {last} was compiled last, but not from ./{DEFAULT_SPEC} as it is now, so it is not used")
     return spec, last if same else None
-
-
-def _check_layout(spec: Spec) -> None:
-    layout = spec.layout
-    if layout.world > 1:
-        raise UsageError(
-            f"layout asks for {layout.world} processes (dp {layout.dp} × pp {layout.pp}), and parallel layouts do not "
-            'exist yet: train with --set "layout={dp: 1, ep: 1, pp: 1, transport: exact}"'
-        )

@@ -7,10 +7,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from moegraph.graph.names import display_name, facts, identifier, unique_name
-from moegraph.graph.program import Port, Role
+from moegraph.graph.program import Parameter, Port, Role
 
 
 def clone(module: fx.GraphModule) -> fx.GraphModule:
@@ -53,9 +54,8 @@ class Rewriter:
 
     def call_before(self, anchor: fx.Node, name: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A new call placed before `anchor`; its value is computed on the fake tensors of its arguments."""
-        fake_mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
         real_args, real_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_mode:
+        with self._fake_mode():
             value = target(*real_args, **real_kwargs)
         name = unique_name(name, self._taken)
         with self.graph.inserting_before(anchor):
@@ -88,6 +88,31 @@ class Rewriter:
         self.rewritten.append(display_name(node))
         node.replace_all_uses_with(by)
         self.graph.erase_node(node)
+
+    def resize_parameter(self, node: fx.Node, parameter: Parameter) -> None:
+        """Makes the parameter that this `get_attr` reads the one given, of another shape."""
+        *path, leaf = parameter.name.split(".")
+        owner = self.module.get_submodule(".".join(path))
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        setattr(owner, leaf, nn.Parameter(data) if parameter.trained else data)
+        with self._fake_mode():
+            node.meta["val"] = torch.empty(parameter.shape, dtype=parameter.dtype)
+        self.module.meta["parameters"] = {**self.module.meta["parameters"], parameter.name: parameter}
+        self.rewritten.append(display_name(node))
+
+    def evaluate_again(self) -> None:
+        """Records every call's value anew, after arguments changed their shape."""
+        with self._fake_mode():
+            for node in self.graph.nodes:
+                if node.op == "call_function":
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                    node.meta["val"] = node.target(*args, **kwargs)
+        result = self.output_node()
+        values: Any = result.args[0]
+        result.meta["val"] = tuple(value.meta["val"] for value in values)
+
+    def _fake_mode(self) -> Any:
+        return next(n.meta["val"].fake_mode for n in self.graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
 
     def output_node(self) -> fx.Node:
         """The graph's output."""

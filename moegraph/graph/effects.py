@@ -15,8 +15,10 @@ from torch import fx
 
 from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
+from moegraph.ops.registry import COMMUNICATION
 
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
+_EXCHANGES = frozenset({"moegraph::exact_exchange"})
 _IN_PLACE = frozenset(
     {
         operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -33,7 +35,7 @@ def register_effectful(operator_name: str) -> None:
 
 def is_communication(node: fx.Node) -> bool:
     """Whether the node talks to other ranks."""
-    return _namespace(node) in COMMUNICATION_NAMESPACES
+    return _namespace(node) in COMMUNICATION_NAMESPACES or node.target in COMMUNICATION or _name(node) in _EXCHANGES
 
 
 def is_mutating(node: fx.Node) -> bool:

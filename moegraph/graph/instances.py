@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -12,9 +12,14 @@ from moegraph.graph.program import Instance, Program
 
 
 def instances_text(program: Program, kind: str) -> str:
-    """`layers.1 … layers.3, layers.5`: neighbouring layers in one."""
+    """`layers.1 … layers.3, layers.5`: the blocks of one kind."""
+    return blocks_text(program.instances_of(kind))
+
+
+def blocks_text(instances: Iterable[Instance]) -> str:
+    """`embedding, layers.0 … layers.3`: some blocks, neighbouring layers in one."""
     runs: list[list[Instance]] = []
-    for instance in program.instances_of(kind):
+    for instance in instances:
         last = runs[-1][-1].layer if runs else None
         if last is not None and instance.layer == last + 1:
             runs[-1].append(instance)

@@ -11,7 +11,7 @@ as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +60,8 @@ class Parameter:
     """A trained parameter or a buffer of the whole model.
 
     `init` says how it starts: `normal` with `std`, `ones` or `zeros`. `dtype` is what the graphs read it in; the
-    master weight may be wider. `experts` is true when axis 0 counts experts.
+    master weight may be wider. `experts` is true when axis 0 counts experts. `shape` is what one rank holds: with
+    `shards` above 1, axis 0 is spread evenly over that many ranks of the expert group, in their order.
     """
 
     name: str
@@ -70,6 +71,12 @@ class Parameter:
     std: float = 0.0
     trained: bool = True
     dtype: torch.dtype = torch.float32
+    shards: int = 1
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape in the whole model."""
+        return (self.shape[0] * self.shards, *self.shape[1:]) if self.shape else self.shape
 
     @property
     def experts(self) -> bool:
@@ -78,8 +85,8 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        count = 1
+        """Number of elements in the whole model."""
+        count = self.shards
         for size in self.shape:
             count *= size
         return count
@@ -133,8 +140,10 @@ class Program:
     parameters: Mapping[str, Parameter]
 
     def with_units(self, units: Mapping[str, Unit]) -> Program:
-        """The same program with other graphs."""
-        return replace(self, units=units)
+        """The same program with other graphs, and the parameters that they declare."""
+        blocks = [instance for instance in self.instances if instance.kind in units]
+        parameters = {**self.parameters, **declared_parameters(units, blocks)}
+        return replace(self, units=units, parameters=parameters)
 
     def instances_of(self, kind: str) -> tuple[Instance, ...]:
         """The blocks of one kind, in the order they run."""
@@ -143,3 +152,14 @@ class Program:
     def trained(self) -> Iterator[Parameter]:
         """Every parameter that gradients train, once, in the order of the model."""
         return (parameter for parameter in self.parameters.values() if parameter.trained)
+
+
+def declared_parameters(units: Mapping[str, Unit], instances: Iterable[Instance]) -> dict[str, Parameter]:
+    """The model's parameters by name, as the blocks that read them declare them, in the order of the model."""
+    found: dict[str, Parameter] = {}
+    for instance in instances:
+        for name, parameter in units[instance.kind].layer_graph.meta["parameters"].items():
+            model_name = instance.parameters[name]
+            if model_name not in found:
+                found[model_name] = replace(parameter, name=model_name)
+    return found

@@ -6,11 +6,9 @@ seconds on a laptop.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from moegraph.graph.program import Instance, Parameter, Program, Unit
+from moegraph.graph.program import Instance, Program, Unit, declared_parameters
 from moegraph.lowering.blocks import lower_embedding, lower_head, lower_layer
 from moegraph.specs.schema import Spec
 
@@ -35,7 +33,7 @@ def lower(spec: Spec) -> Program:
         module = None if kind in units else lower_layer(spec, kind, dense=dense, window=window)
         place(f"layers.{layer}", kind, module, layer, recompute=recompute)
     place("head", "head", lower_head(spec), None)
-    return Program(spec, units, tuple(instances), _parameters(units, instances))
+    return Program(spec, units, tuple(instances), declared_parameters(units, instances))
 
 
 def _layer_kind(spec: Spec, layer: int) -> tuple[str, bool, int | None, str]:
@@ -48,14 +46,3 @@ def _layer_kind(spec: Spec, layer: int) -> tuple[str, bool, int | None, str]:
     if policy != "none":
         name += f".recompute_{policy}"
     return name, dense, window, policy
-
-
-def _parameters(units: dict[str, Unit], instances: list[Instance]) -> dict[str, Parameter]:
-    found: dict[str, Parameter] = {}
-    for instance in instances:
-        local = units[instance.kind].graphs["layer"].meta["parameters"]
-        for name, parameter in local.items():
-            model_name = instance.parameters[name]
-            if model_name not in found:
-                found[model_name] = replace(parameter, name=model_name)
-    return found

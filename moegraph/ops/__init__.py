@@ -21,7 +21,20 @@ from moegraph.ops.balance import (
     z_loss,
 )
 from moegraph.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from moegraph.ops.dispatch import (
+    as_column,
+    bucket_capacity,
+    count_dropped,
+    drop_overflow,
+    expert_counts_to_send,
+    overflow,
+    pack_rows,
+    received_experts,
+    rows_per_rank,
+    unpack_rows,
+)
 from moegraph.ops.embedding import embedding, embedding_wgrad
+from moegraph.ops.exchange import EXPERT_GROUP, all_to_all_start, all_to_all_wait, exact_exchange
 from moegraph.ops.expert_bias import add_bias, add_expert_bias, expert_bias_wgrad
 from moegraph.ops.expert_ffn import expert_ffn, expert_ffn_dgrad
 from moegraph.ops.flops import flops
@@ -30,12 +43,14 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
-from moegraph.ops.registry import NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.registry import COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
 
 __all__ = [
+    "COMMUNICATION",
+    "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
     "OPERATORS",
     "WEIGHT_GRADIENTS",
@@ -43,19 +58,27 @@ __all__ = [
     "add",
     "add_bias",
     "add_expert_bias",
+    "all_to_all_start",
+    "all_to_all_wait",
+    "as_column",
     "attention",
     "attention_backend",
     "attention_backward",
     "balance_micro_batch",
     "balance_sequence",
+    "bucket_capacity",
     "choose_experts",
     "combine",
+    "count_dropped",
     "cross_entropy",
     "cross_entropy_backward",
+    "drop_overflow",
     "embedding",
     "embedding_wgrad",
+    "exact_exchange",
     "expert_bias_wgrad",
     "expert_counts",
+    "expert_counts_to_send",
     "expert_ffn",
     "expert_ffn_dgrad",
     "expert_scores",
@@ -68,14 +91,18 @@ __all__ = [
     "grouped_mm_wgrad",
     "linear",
     "merge_heads",
+    "overflow",
+    "pack_rows",
     "permute",
     "probability_sum",
+    "received_experts",
     "rms_norm",
     "rope",
     "route",
     "router_entropy",
     "router_logits",
     "router_probabilities",
+    "rows_per_rank",
     "scale",
     "scale_rows",
     "scaled_sum",
@@ -86,5 +113,6 @@ __all__ = [
     "swiglu",
     "swiglu_clamped",
     "token_mask",
+    "unpack_rows",
     "z_loss",
 ]

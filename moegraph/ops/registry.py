@@ -21,7 +21,19 @@ from moegraph.ops.balance import (
     z_loss,
 )
 from moegraph.ops.cross_entropy import cross_entropy
+from moegraph.ops.dispatch import (
+    as_column,
+    count_dropped,
+    drop_overflow,
+    expert_counts_to_send,
+    overflow,
+    pack_rows,
+    received_experts,
+    rows_per_rank,
+    unpack_rows,
+)
 from moegraph.ops.embedding import embedding
+from moegraph.ops.exchange import all_to_all_start, all_to_all_wait, exact_exchange
 from moegraph.ops.expert_bias import add_bias, add_expert_bias
 from moegraph.ops.expert_ffn import expert_ffn
 from moegraph.ops.grouped_mm import grouped_mm
@@ -46,6 +58,9 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
 NEVER_RECOMPUTE: frozenset[Any] = frozenset(
     {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default}
 )
+
+# Layer-graph callables that talk to other ranks; in a step graph they are collectives or registered operators.
+COMMUNICATION: frozenset[Callable[..., Any]] = frozenset({all_to_all_start, all_to_all_wait, exact_exchange})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,18 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
         ),
     ),
     grouped_mm: Facts("matmul", (_mg.grouped_mm.default, _mg.grouped_mm_dgrad.default, _mg.grouped_mm_wgrad.default)),
+    expert_counts_to_send: Facts("pointwise"),
+    rows_per_rank: Facts("pointwise"),
+    overflow: Facts("pointwise"),
+    received_experts: Facts("pointwise"),
+    as_column: Facts("pointwise"),
+    drop_overflow: Facts("gather"),
+    count_dropped: Facts("pointwise"),
+    pack_rows: Facts("gather", (_mg.pack_rows.default, _mg.unpack_rows.default)),
+    unpack_rows: Facts("gather", (_mg.unpack_rows.default, _mg.pack_rows.default)),
+    all_to_all_start: Facts("gather"),
+    all_to_all_wait: Facts("gather"),
+    exact_exchange: Facts("gather", (_mg.exact_exchange.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

@@ -11,8 +11,8 @@ once.
 
 from __future__ import annotations
 
+from moegraph.graph.cost import forward_flops
 from moegraph.graph.program import Program
-from moegraph.ops.flops import flops
 from moegraph.specs.schema import Spec
 
 TRAINING_FACTOR = 3  # forward, and a backward that is two products for each of its own
@@ -26,7 +26,8 @@ def count_parameters(program: Program) -> tuple[int, int]:
         total += parameter.numel
         if parameter.experts:
             assert moe is not None
-            active += parameter.numel // parameter.shape[0] * min(moe.top_k, parameter.shape[0])
+            experts = parameter.global_shape[0]
+            active += parameter.numel // experts * min(moe.top_k, experts)
         else:
             active += parameter.numel
     return total, active
@@ -35,16 +36,5 @@ def count_parameters(program: Program) -> tuple[int, int]:
 def flops_per_token(spec: Spec, program: Program) -> float:
     """Training operations per token at `data.seq_len`."""
     tokens = spec.sequences_per_microbatch * spec.data.seq_len
-    forward = {kind: _forward_flops(program, kind) for kind in program.units}
+    forward = {kind: forward_flops(program, kind) for kind in program.units}
     return TRAINING_FACTOR * sum(forward[instance.kind] for instance in program.instances) / tokens
-
-
-def _forward_flops(program: Program, kind: str) -> int:
-    """Forward operations of one block of this kind over one micro-batch."""
-    graph = program.units[kind].layer_graph.graph
-    total = 0
-    for node in graph.nodes:
-        if node.op == "call_function":
-            args = [getattr(arg, "meta", {}).get("val", arg) for arg in node.args]
-            total += flops(node.target, args, node.kwargs)
-    return total

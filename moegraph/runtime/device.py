@@ -18,11 +18,20 @@ _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is only deterministic wi
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
+    """`auto` is a CUDA device where there is one, else the CPU. The ranks of a host take one each, by LOCAL_RANK."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("train.device is cuda, but torch sees no CUDA device here: use auto or cpu")
-    use_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = os.environ.get("LOCAL_RANK", "")
+    if local.isdecimal():
+        if int(local) >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise RunError(
+                f"LOCAL_RANK is {local}, but this host has {count} CUDA devices: one for each rank is needed"
+            )
+        torch.cuda.set_device(int(local))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def device_name(device: torch.device) -> str:

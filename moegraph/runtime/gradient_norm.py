@@ -18,6 +18,8 @@ from torch import Tensor
 @torch.no_grad()
 def sum_of_squares(gradients: Mapping[str, Tensor]) -> Tensor:
     """Σ‖g‖² as a 0-d float64 tensor on the gradients' device. An infinite or NaN gradient makes it so too."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(gradients[name]) for name in sorted(gradients)]
     return torch.stack(norms).to(torch.float64).square().sum()
 

@@ -1,19 +1,28 @@
 """Everything of a model that training changes: masters and their copies, moments, selection biases.
 
 Contract: `commit` is the only place where any of it changes. The masters (float32, or float64 when the model computes
-in float64) are the one authority; what the graphs read is the master itself where the dtypes agree, else a copy that is
-rounded from it after each step.
+in float64) are the one authority. With replicas each rank keeps the masters and moments of its shard, and what the
+graphs read is gathered from all shards after each step, rounded to the dtype the graphs read; on a rank alone it is the
+master itself where the dtypes agree, else a copy. Replicas are bitwise equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moegraph.graph.program import Program
+from moegraph._torch_compat import all_gather
+from moegraph.graph.placement import num_stages, rank_of_stage
+from moegraph.graph.program import Parameter, Program
+from moegraph.runtime.families import Family, Piece, pieces, plan_families
+from moegraph.runtime.flat import FlatTensors
 from moegraph.runtime.gradient_norm import clip_factor
-from moegraph.runtime.gradients import GradientBuffers
-from moegraph.runtime.initialise import initial_values
+from moegraph.runtime.gradients import GradientBuffers, Tied
+from moegraph.runtime.initialise import initial_value
+from moegraph.runtime.mesh import SINGLE, Mesh
 from moegraph.runtime.optimizer import AdamW
 from moegraph.runtime.router_metrics import updated_bias
 from moegraph.specs.schema import Spec
@@ -25,45 +34,128 @@ def master_dtype(spec: Spec) -> torch.dtype:
 
 
 class ModelState:
-    """The state of a run at its start. `values` maps every name of the model to the tensor its graphs read."""
+    """The state of a run at its start, on one rank: `names` are the parameters and buffers that its stages read
+    (default all). `values` maps each of them to the tensor its graphs read."""
 
-    def __init__(self, spec: Spec, program: Program, device: torch.device) -> None:
-        self.spec = spec
-        start = initial_values(program.parameters.values(), spec.train.seed, master_dtype(spec))
-        start = {name: value.to(device) for name, value in start.items()}
-        self.optimizer = AdamW(program.parameters, start, spec.train.optimizer)
+    def __init__(
+        self,
+        spec: Spec,
+        program: Program,
+        device: torch.device,
+        mesh: Mesh = SINGLE,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.spec, self.mesh, self.device = spec, mesh, device
+        own = [program.parameters[name] for name in names] if names is not None else list(program.parameters.values())
+        self.tied = _tied(program, mesh, names)
+        borrowed = self.tied.name if self.tied is not None and not self.tied.owned else None
+        owned = [p for p in own if p.trained and p.name != borrowed]
+        dtype = master_dtype(spec)
+        self.families = plan_families(owned, mesh)
+        self._gathered: list[tuple[Family, FlatTensors]] = []
         self.values: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
-        self._biases: list[str] = []  # in the order of the layers
-        masters = self.optimizer.masters
-        for name, parameter in program.parameters.items():
-            if parameter.trained and parameter.dtype == masters.flat.dtype:
-                self.values[name] = masters[name]
-                continue
-            self.values[name] = start[name].to(parameter.dtype, copy=True)
-            if parameter.trained:
-                self._copies[name] = self.values[name]
-            elif parameter.role == "select_bias":
-                self._biases.append(name)
+        masters: dict[str, Tensor] = {}
+        for family in self.families:
+            whole = family.buffer(dtype, device)
+            for parameter in family.parameters:
+                whole[parameter.name].copy_(self._initial(parameter, dtype))
+            for piece in pieces(family, whole):
+                flat = whole[piece.name]
+                masters[piece.name] = flat if family.ranks == 1 else flat.reshape(-1)[piece.start : piece.stop].clone()
+            if family.ranks > 1:
+                read = family.buffer(family.dtype, device)
+                read.flat.copy_(whole.flat)
+                self._gathered.append((family, read))
+                self.values.update(read)
+        self.optimizer = AdamW(program.parameters, masters, spec.train.optimizer)
+        for family in self.families:
+            for parameter in family.parameters if family.ranks == 1 else ():
+                master = self.optimizer.masters[parameter.name]
+                self.values[parameter.name] = master
+                if family.dtype != dtype:
+                    self.values[parameter.name] = self._copies[parameter.name] = master.to(family.dtype, copy=True)
+        self._biases: dict[str, int] = {}  # name → which MoE layer of the model
+        biases = [p.name for p in program.parameters.values() if p.role == "select_bias"]
+        for parameter in own:
+            if parameter.name not in self.values:
+                self.values[parameter.name] = self._initial(parameter, dtype).to(device, parameter.dtype)
+            if parameter.role == "select_bias":
+                self._biases[parameter.name] = biases.index(parameter.name)
+        self._pieces = {piece.name: piece for family in self.families for piece in pieces(family, _layout(family))}
+
+    def piece(self, name: str) -> Piece | None:
+        """What of a parameter lies in this rank's shard."""
+        return self._pieces.get(name)
+
+    def _initial(self, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+        experts = None
+        if parameter.shards > 1:
+            experts = self.mesh.local_experts(parameter.global_shape[0])
+        return initial_value(parameter, self.spec.train.seed, dtype, experts)
 
     @torch.no_grad()
-    def commit(self, gradients: GradientBuffers, norm: float, lr: float, expert_counts: Tensor | None) -> None:
-        """One step: clips the gradients, which have this finite norm, and moves parameters, moments and biases.
+    def commit(
+        self, gradients: GradientBuffers, norm: float, lr: float, expert_counts: Sequence[Sequence[int]] | Tensor | None
+    ) -> None:
+        """One step: clips the reduced gradients, which have this finite global norm, and moves parameters, moments and
+        biases.
 
-        expert_counts [MoE layers, E]: the choices that fell on each expert in the whole step, over unmasked tokens.
+        expert_counts [MoE layers of the model][E]: the choices that fell on each expert in the whole step, over
+        unmasked tokens of all ranks.
         """
         factor = clip_factor(norm, self.spec.train.clip_norm)
         if factor != 1.0:
-            gradients.flat.mul_(factor)
-        self.optimizer.step(gradients, lr)
-        self.optimizer.write_compute_copies(self._copies)
+            gradients.scale_shards(factor)
+        self.optimizer.step(gradients.shard, lr)
+        self.refresh()
         if self._biases:
             assert self.spec.model.moe is not None
             assert expert_counts is not None
             rate = self.spec.model.moe.router.bias_update_rate
-            for name, counts in zip(self._biases, expert_counts, strict=True):
+            for name, layer in self._biases.items():
+                counts = torch.as_tensor(expert_counts[layer], dtype=torch.int64, device=self.device)
                 self.values[name].copy_(updated_bias(self.values[name], counts, rate))
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Writes the masters into what the graphs read, on all ranks. Collective."""
+        self.optimizer.write_compute_copies(self._copies)
+        for family, read in self._gathered:
+            self._gather(family, read)
+        self._send_tied()
+
+    def _gather(self, family: Family, read: FlatTensors) -> None:
+        """The values of a family from the masters of all its shards."""
+        size = read.flat.numel() // family.ranks
+        mine = torch.zeros(size, dtype=family.dtype, device=self.device)
+        for piece in pieces(family, read):
+            mine[piece.place :][: piece.stop - piece.start].copy_(self.optimizer.masters[piece.name])
+        assert family.group is not None
+        all_gather(read.flat, mine, family.group)
+
+    def _send_tied(self) -> None:
+        """The new value of a tied embedding, from the first stage to the last."""
+        if self.tied is not None:
+            source = dist.get_global_rank(self.tied.group, 0)
+            dist.broadcast(self.values[self.tied.name], src=source, group=self.tied.group)
+
     def weights(self) -> dict[str, Tensor]:
-        """What a trained model is: every master and every selection bias by name."""
+        """What a trained model is on one rank alone: every master and every selection bias by name."""
         return {**self.optimizer.masters, **{name: self.values[name] for name in self._biases}}
+
+
+def _layout(family: Family) -> FlatTensors:
+    return family.buffer(family.dtype, torch.device("meta"))
+
+
+def _tied(program: Program, mesh: Mesh, names: Sequence[str] | None) -> Tied | None:
+    """The tied embedding, on the ranks that have to do with it, where first and last stage are two ranks."""
+    layout, group = program.spec.layout, mesh.groups.get("tie")
+    if group is None or not program.spec.model.tie_embeddings:
+        return None
+    last = rank_of_stage(layout, num_stages(layout) - 1)
+    if last == rank_of_stage(layout, 0) or mesh.pp_rank not in (0, last):
+        return None
+    (name,) = (p.name for p in program.parameters.values() if p.role == "embedding" and p.trained)
+    return Tied(name, mesh.pp_rank == 0, group) if names is None or name in names else None

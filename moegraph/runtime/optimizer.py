@@ -15,6 +15,7 @@ Masters and both moments lie in flat buffers. Every element's arithmetic is its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -33,8 +34,9 @@ _STEP = "step"
 class AdamW:
     """The optimizer of one process.
 
-    parameters: the model's; only trained ones take part. masters: the starting value of each, float32 or float64, on
-    the device where the optimizer is to work; they are copied. options: `train.optimizer` of the spec.
+    parameters: the model's; only trained ones take part. masters: the starting value of each that this process keeps,
+    float32 or float64, on the device where the optimizer is to work; they are copied. A master may be a piece of its
+    parameter, flattened: every element's arithmetic is its own. options: `train.optimizer` of the spec.
     Raises `SpecError` if a group rule matches nothing.
 
     `masters[name]` are the master weights, `groups[name]` the values a parameter trains with, `steps` the number of
@@ -45,14 +47,15 @@ class AdamW:
         self, parameters: Mapping[str, Parameter], masters: Mapping[str, Tensor], options: AdamWOptions
     ) -> None:
         self.options = options
-        self.groups = parameter_groups(parameters, options.groups, options.weight_decay)
-        shapes = {name: parameters[name].shape for name in self.groups}
-        first = masters[next(iter(shapes))]
+        groups = parameter_groups(parameters, options.groups, options.weight_decay)
+        self.groups = {name: values for name, values in groups.items() if name in masters}
+        first = next(iter(masters.values()), torch.empty(0))  # a small shard may hold nothing
+        shapes = {name: masters[name].shape for name in self.groups}
         self.masters = FlatTensors(shapes, first.dtype, first.device)
         self.exp_avg = FlatTensors(shapes, first.dtype, first.device)
         self.exp_avg_sq = FlatTensors(shapes, first.dtype, first.device)
         for name, master in self.masters.items():
-            if masters[name].shape != master.shape or masters[name].dtype != master.dtype:
+            if masters[name].dtype != master.dtype or masters[name].numel() > math.prod(parameters[name].shape):
                 raise ValueError(f"master of {name}: {masters[name].dtype} {tuple(masters[name].shape)} does not fit")
             master.copy_(masters[name])
         self.steps = 0

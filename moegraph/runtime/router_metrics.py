@@ -26,7 +26,7 @@ class LayerRouting:
 
     load_max, load_min: highest and lowest load over the mean load. max_violation: (max - mean) / mean
     (arXiv 2408.15664, equation 4). entropy: mean entropy of the scores over log E. dropped_tokens: choices made but
-    not computed, always 0 here. f_spread, p_spread, alignment, balance: as above.
+    not computed: taken out by `layout.overflow: drop`. f_spread, p_spread, alignment, balance: as above.
     """
 
     counts: tuple[int, ...]
@@ -46,13 +46,15 @@ class LayerRouting:
         return {**asdict(self), "counts": list(self.counts)}
 
 
-def layer_routing(counts: Sequence[int], probability_sum: Sequence[float], entropy: float) -> LayerRouting:
-    """One layer's routing from its sums over a step (host numbers): `counts` [E], `probability_sum` [E], and the mean
-    normalised entropy."""
+def layer_routing(
+    counts: Sequence[int], probability_sum: Sequence[float], entropy: float, dropped: int = 0
+) -> LayerRouting:
+    """One layer's routing from its sums over a step (host numbers): `counts` [E], `probability_sum` [E], the mean
+    normalised entropy, and how many choices were dropped."""
     experts, choices, mass = len(counts), sum(counts), sum(probability_sum)
     dead = sum(count == 0 for count in counts)
     if choices == 0 or mass == 0:
-        return LayerRouting(tuple(counts), 0.0, 0.0, 0.0, dead, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return LayerRouting(tuple(counts), 0.0, 0.0, 0.0, dead, 0.0, 0.0, 0.0, 0.0, 0.0, dropped)
     uniform, mean = 1.0 / experts, choices / experts
     f = [count / choices - uniform for count in counts]
     p = [value / mass - uniform for value in probability_sum]
@@ -68,6 +70,7 @@ def layer_routing(counts: Sequence[int], probability_sum: Sequence[float], entro
         p_spread=experts * sum(a * a for a in p),
         alignment=alignment,
         balance=1.0 + alignment,
+        dropped_tokens=dropped,
     )
 
 

@@ -1,6 +1,8 @@
-"""Training: the loop from a spec to final weights, in one process.
+"""Training: the loop from a spec to final weights, on one rank or as one of several.
 
     open data -> compile -> initialise -> for each step: compute, agree, commit -> validate now and then -> weights
+
+Rank 0 alone writes: the run's folder, its log and weights, and what is shown.
 
 The loss that is reported is the mean cross entropy per valid target in nats; what auxiliary losses add is reported
 beside it. A step is a function of (seed, step): stopping after any step leaves nothing half done.
@@ -10,33 +12,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moegraph.compiled import Compiled, compile
+from moegraph.compiled import Compiled
 from moegraph.data.corpora import resolve_source
 from moegraph.data.dataset import TokenDataset
 from moegraph.data.loader import Loader, ValidationLoader
-from moegraph.errors import RunError, UsageError
+from moegraph.errors import RunError
+from moegraph.graph.placement import num_stages
 from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
+from moegraph.runtime.agree import Agreed
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
-from moegraph.runtime.executor import Executor
-from moegraph.runtime.gradient_norm import global_norm, is_finite
-from moegraph.runtime.gradients import GradientBuffers
+from moegraph.runtime.engine import Engine, gather_weights
+from moegraph.runtime.gradient_norm import is_finite
 from moegraph.runtime.learning_rate import learning_rate
 from moegraph.runtime.manifest import build_manifest
-from moegraph.runtime.model_state import ModelState, master_dtype
+from moegraph.runtime.mesh import SINGLE, Mesh, check_world, join
 from moegraph.runtime.peaks import peak_flops, utilisation
 from moegraph.runtime.progress import Progress
 from moegraph.runtime.router_metrics import layer_routing
 from moegraph.runtime.run_folder import claim_run_folder
 from moegraph.runtime.run_log import RunLog
-from moegraph.runtime.step import Computed, StepComputer
+from moegraph.runtime.start import check_equal, together
 from moegraph.runtime.weights import save_weights
 from moegraph.specs.schema import Spec
 
@@ -58,51 +62,68 @@ class TrainResult:
         return {**self.__dict__, "folder": str(self.folder)}
 
 
-def train(spec: Spec, *, base: Path, progress: Progress | None = None, compiled: Compiled | None = None) -> TrainResult:
-    """Trains `spec` in this process and returns how it ended.
+def train(
+    spec: Spec,
+    *,
+    base: Path,
+    progress: Progress | None = None,
+    compiled: Compiled | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> TrainResult:
+    """Trains `spec` in this process, as one rank of the layout, and returns how it ended.
 
     `base` is the folder that `data.source` is relative to; `train.output_dir` is relative to the current folder.
-    `compiled` saves compiling again what the caller has. Raises `UsageError` for a layout of several ranks,
-    `DataError`, and `RunError` when a loss or gradient is not finite (parameters are then as before that step).
+    `compiled` saves compiling again what the caller has. With a `world` above 1 the other ranks run in processes of
+    their own, found through MASTER_ADDR and MASTER_PORT. Raises `UsageError` for another number of processes than the
+    layout has ranks, `DataError`, and `RunError` when a loss or gradient is not finite (parameters are then as before
+    that step) or a peer is lost.
     """
-    if spec.layout.world > 1:
-        raise UsageError(
-            f"layout.dp {spec.layout.dp} × layout.pp {spec.layout.pp} asks for {spec.layout.world} ranks, and training "
-            'on several ranks waits for the parallel layouts; --set "layout={dp: 1, ep: 1, pp: 1, transport: exact}" '
-            "trains here"
-        )
+    check_world(spec.layout, world)
     device = choose_device(spec.train.device)
     cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor")
     with run_settings(spec.train.deterministic), cache as keep_compiled:
         shown = progress or Progress(spec.train.steps, spec.train.log_every)
-        with shown:
-            return Trainer(spec, base, device, shown, compiled).run(keep_compiled)
+        with shown, join(spec.layout, rank, world, device) as mesh:
+            with together(mesh, "opening the data and compiling"):
+                trainer = Trainer(spec, base, device, shown, compiled, mesh)
+            check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
+            return trainer.run(keep_compiled)
 
 
 class Trainer:
     """One run: everything that lives from the first step to the last."""
 
     def __init__(
-        self, spec: Spec, base: Path, device: torch.device, progress: Progress, compiled: Compiled | None = None
+        self,
+        spec: Spec,
+        base: Path,
+        device: torch.device,
+        progress: Progress,
+        compiled: Compiled | None = None,
+        mesh: Mesh = SINGLE,
     ) -> None:
-        self.spec, self.device, self.progress = spec, device, progress
+        self.spec, self.device, self.progress, self.mesh = spec, device, progress, mesh
         self.dataset, self.loader, self.validation = _open_data(spec, base)
-        self.compiled = compiled or compile(spec)
-        self.program = self.compiled.program
-        self.state = ModelState(spec, self.program, device)
-        self.executor = Executor(self.program, self.state.values, device, spec.train.compile)
-        self.gradients = GradientBuffers(self.program.trained(), master_dtype(spec), device)
-        self.computer = StepComputer(spec, self.executor, self.gradients, device)
+        self.engine = Engine(spec, device, mesh, compiled, progress.note)
+        self.compiled, self.program, self.state = self.engine.compiled, self.engine.program, self.engine.state
+        self.gradients, self.computer = self.engine.gradients, self.engine.computer
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
 
     def run(self, after_first_step: Callable[[], None] = lambda: None) -> TrainResult:
         """All steps, then the final weights. `after_first_step` is called once, when every graph has been compiled."""
         output, note, steps = Path(self.spec.train.output_dir), self.progress.note, self.spec.train.steps
-        with claim_run_folder(output, note) as folder, RunLog(folder, note) as log:
+        with ExitStack() as stack:
+            folder, log = output, None
+            with together(self.mesh, "opening the run's folder"):
+                if self.mesh.rank == 0:
+                    folder = stack.enter_context(claim_run_folder(output, note))
+                    log = stack.enter_context(RunLog(folder, note))
             started = time.perf_counter()
             self._announce(folder)
-            log.write_manifest(self._manifest(folder))
+            if log is not None:
+                log.write_manifest(self._manifest(folder))
             first = last = self._validate_first(log)
             loss = 0.0
             for step in range(1, steps + 1):
@@ -110,65 +131,78 @@ class Trainer:
                 loss = record["loss"]
                 if self._validates(step):
                     last = record["validation_loss"] = self._validation_loss()
-                log.write(record)
-                self.progress.show(record)
+                self._say(log, record)
                 if step == 1:
                     after_first_step()
-            save_weights(folder, self.state.weights(), {"format": "pt", "step": str(steps)})
+            weights = gather_weights(self.engine)
+            if self.mesh.rank == 0:
+                save_weights(folder, weights, {"format": "pt", "step": str(steps)})
         seconds = time.perf_counter() - started
-        result = TrainResult(folder, steps, seconds, loss, first, last, self.executor.compilations())
+        result = TrainResult(folder, steps, seconds, loss, first, last, self.engine.compilations())
         self._conclude(result)
         return result
 
-    def _step(self, step: int, log: RunLog) -> dict[str, Any]:
+    def _say(self, log: RunLog | None, record: dict[str, Any]) -> None:
+        if log is not None:
+            log.write(record)
+        self.progress.show(record)
+
+    def _step(self, step: int, log: RunLog | None) -> dict[str, Any]:
         """One step and its record. Raises `RunError`, having changed nothing, if it is not finite."""
+        try:
+            return self._try_step(step, log)
+        except RunError as error:
+            if self.mesh.world == 1 or str(error).startswith(f"step {step}"):
+                raise
+            raise RunError(f"rank {self.mesh.rank}, step {step}: {error}") from error
+
+    def _try_step(self, step: int, log: RunLog | None) -> dict[str, Any]:
         began = time.perf_counter()
         batch = self.loader.step(step - 1)
-        computed = self.computer.compute(batch)
-        record: dict[str, Any] = {"step": step, **self._agree(computed), "valid_targets": batch.valid_targets}
+        replays = self.engine.replays
+        agreed = self.engine.compute(batch)
+        record: dict[str, Any] = {"step": step, **_numbers(agreed), "valid_targets": batch.valid_targets}
+        if self.engine.capacity is not None:
+            record.update(capacity=self.engine.capacity, replays=self.engine.replays - replays)
         lost = [name for name in ("loss", "balance_loss", "z_loss", "grad_norm") if not is_finite(record[name])]
         if lost:
-            log.write(record)
+            if log is not None:
+                log.write(record)
             raise RunError(
                 f"step {step}: {lost[0]} is {record[lost[0]]}; the model is as it was after step {step - 1}, and "
                 f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
             )
         record["lr"] = self._learning_rate(step)
-        self.state.commit(self.gradients, record["grad_norm"], record["lr"], computed.expert_counts)
+        self.engine.commit(agreed, record["lr"])
         if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
-            record["router"] = self._routing(computed)
+            record["router"] = self._routing(agreed)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - began
         rate = batch.tokens.numel() / seconds
-        record.update(seconds=seconds, tokens_per_second=rate, tflops=rate * self.flops_per_token / 1e12)
-        record.update(mfu=utilisation(rate, self.flops_per_token, self.peak), memory_bytes=peak_memory(self.device))
+        each = rate / self.mesh.world  # TFLOP/s and MFU are of one device
+        record.update(seconds=seconds, tokens_per_second=rate, tflops=each * self.flops_per_token / 1e12)
+        record.update(mfu=utilisation(each, self.flops_per_token, self.peak), memory_bytes=peak_memory(self.device))
         return record
-
-    def _agree(self, computed: Computed) -> dict[str, float]:
-        """The step's numbers on the host, in one transfer; nothing has been changed yet."""
-        norm = global_norm(self.gradients)
-        numbers = [computed.loss, computed.balance, computed.z, norm]
-        loss, balance, z, size = torch.stack([number.to(norm) for number in numbers]).tolist()
-        total = loss + balance + z
-        return {"loss": loss, "loss_total": total, "balance_loss": balance, "z_loss": z, "grad_norm": size}
 
     def _learning_rate(self, step: int) -> float:
         train = self.spec.train
         return learning_rate(step, train.steps, train.schedule, train.optimizer.lr)
 
-    def _routing(self, computed: Computed) -> dict[str, Any]:
+    def _routing(self, agreed: Agreed) -> dict[str, Any]:
         """Per MoE layer, what its router did in this step."""
-        if computed.expert_counts is None or computed.probability_sum is None or computed.router_entropy is None:
-            return {}
         columns = zip(
             self._moe_layers(),
-            computed.expert_counts.tolist(),
-            computed.probability_sum.tolist(),
-            computed.router_entropy.tolist(),
+            agreed.expert_counts,
+            agreed.probability_sum,
+            agreed.router_entropy,
+            agreed.dropped,
             strict=True,
         )
-        return {f"layers.{n}": layer_routing(counts, p, entropy).to_json() for n, counts, p, entropy in columns}
+        return {
+            f"layers.{n}": layer_routing(counts, p, entropy, dropped).to_json()
+            for n, counts, p, entropy, dropped in columns
+        }
 
     def _moe_layers(self) -> list[int]:
         return [n for n in range(self.spec.model.num_layers) if not self.spec.model.is_dense(n)]
@@ -177,29 +211,25 @@ class Trainer:
         every = self.spec.train.validation
         return every is not None and (step % every.every == 0 or step == self.spec.train.steps)
 
-    def _validate_first(self, log: RunLog) -> float | None:
+    def _validate_first(self, log: RunLog | None) -> float | None:
         """Validation before the first step, as a record of its own."""
         if self.spec.train.validation is None:
             return None
         record = {"step": 0, "loss": None, "grad_norm": None, "validation_loss": self._validation_loss()}
-        log.write(record)
-        self.progress.show(record)
+        self._say(log, record)
         return record["validation_loss"]
 
     def _validation_loss(self) -> float:
         """Mean cross entropy per valid target over the held-out sequences."""
         assert self.validation is not None
-        batches = [self.validation.step(i) for i in range(len(self.validation))]
-        targets = sum(batch.valid_targets for batch in batches)
-        losses = [self.executor.evaluate(self.computer.place(batch.microbatch(), targets)) for batch in batches]
-        return float(torch.stack(losses).sum())
+        return self.engine.evaluate([self.validation.step(i) for i in range(len(self.validation))])
 
     def _announce(self, folder: Path) -> None:
         from moegraph.passes.balance_losses import definition
 
         total, active = count_parameters(self.program)
         note: Callable[[str], None] = self.progress.note
-        graphs = sum(len(unit) for unit in self.executor.graphs.values())
+        graphs = sum(len(unit) for unit in self.engine.executor.graphs.values())
         note(
             f"model: {total:,} parameters, {active:,} active, {self.flops_per_token / 1e9:.4g} GFLOP per token; "
             f"auxiliary: {definition(self.spec)}"
@@ -208,6 +238,11 @@ class Trainer:
             f"run: {folder}, {device_name(self.device)}, compute {self.spec.precision.compute}, "
             f"{len(self.program.units)} kinds of block, {graphs} graphs, {self.spec.train.compile}"
         )
+        layout = self.spec.layout
+        if layout.world > 1:
+            sent = f", {layout.transport} transport" if layout.ep > 1 else ""
+            stages = f", {layout.schedule} over {num_stages(layout)} stages" if layout.pp > 1 else ""
+            note(f"layout: {layout.world} ranks = dp {layout.dp} × pp {layout.pp}, ep {layout.ep}{sent}{stages}")
 
     def _conclude(self, result: TrainResult) -> None:
         compiled, most = len(result.compilations), max(result.compilations.values(), default=0)
@@ -227,6 +262,13 @@ class Trainer:
             tuning_tables=table_digests(self.device),
             folder=folder,
         )
+
+
+def _numbers(agreed: Agreed) -> dict[str, float]:
+    """The step's losses and its gradient norm, as they stand in a record."""
+    total = agreed.loss + agreed.balance + agreed.z
+    losses = {"loss": agreed.loss, "loss_total": total, "balance_loss": agreed.balance, "z_loss": agreed.z}
+    return {**losses, "grad_norm": agreed.norm}
 
 
 def _open_data(spec: Spec, base: Path) -> tuple[TokenDataset, Loader, ValidationLoader | None]:

@@ -19,6 +19,7 @@ from moegraph.graph.names import display_name, facts, target_name
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.graph.propagate import Propagator
 from moegraph.graph.text import value_text
+from moegraph.ops import COMMUNICATION
 
 Verifier = Callable[[fx.GraphModule], Iterator[str]]
 
@@ -32,7 +33,7 @@ _HOST_SYNC = frozenset(
 _KNOWN_COMMUNICATION = frozenset(
     {
         "all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor",
-        "broadcast",
+        "broadcast", "exact_exchange",
     }
 )  # fmt: skip
 _PLAIN = (
@@ -91,7 +92,7 @@ def known_communication(module: fx.GraphModule) -> Iterator[str]:
     """Ranks talk only through the collectives that the order check knows."""
     for node in module.graph.nodes:
         packet = str(getattr(node.target, "overloadpacket", "")).rsplit(".", 1)[-1]
-        if is_communication(node) and packet not in _KNOWN_COMMUNICATION:
+        if is_communication(node) and node.target not in COMMUNICATION and packet not in _KNOWN_COMMUNICATION:
             yield f"{display_name(node)} = {target_name(node)} is a communicating operator that no check knows"
 
 

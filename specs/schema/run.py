@@ -12,7 +12,8 @@ Steps = Annotated[int, Field(ge=0, le=2**31)]
 
 
 class Layout(Section):
-    """Parallel layout: world = dp · pp; experts are spread over `ep` of the `dp` ranks."""
+    """Parallel layout: world = dp · pp; experts are spread over `ep` of the `dp` ranks. `stages` names the blocks of
+    each pipeline stage (`moegraph.specs.stages`); null lets `split-pipeline` balance them by cost."""
 
     dp: Count = 1
     ep: Count = 1
@@ -20,10 +21,12 @@ class Layout(Section):
     schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v"
     ] = "1f1b"
+    stages: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
     microbatches: Count = 1
     transport: Literal["exact", "padded", "direct"] = "exact"
     capacity: Annotated[float, Field(gt=0.0, le=65536.0)] = 1.25
     overflow: Literal["replay", "drop", "error"] = "replay"
+    timeout: Annotated[float, Field(gt=0.0, le=86400.0)] = 600.0  # seconds a collective may take
 
     @property
     def world(self) -> int:

@@ -61,7 +61,7 @@ def test_a_spec_trains_and_the_result_is_json(work: Path, moegraph: Moegraph) ->
 def test_without_an_argument_the_directory_compiled_last_is_used(work: Path, moegraph: Moegraph) -> None:
     done = moegraph("train")
     assert trained(done), done.err
-    assert "compiled/moegraph: the graphs after each of 6 passes" in done.err
+    assert "compiled/moegraph: the graphs after each of 8 passes" in done.err
 
 
 def test_what_was_compiled_with_overrides_is_trained_with_them(work: Path, moegraph: Moegraph) -> None:
@@ -112,7 +112,7 @@ def test_a_forged_hash_is_refused_and_changed_versions_are_named(work: Path, moe
     change_report(folder, passes=report["passes"], versions={**report["versions"], "torch": "1.0"})
     done = moegraph("train", folder)
     assert done.status == 3
-    assert "after pass 'trace'" in done.err
+    assert "after pass 'dispatch-experts'" in done.err
     assert "torch 1.0 → " in done.err
 
 
@@ -123,7 +123,7 @@ def test_a_pass_that_is_missing_now_is_named_with_its_file(work: Path, moegraph:
     change_report(folder, passes=passes, pass_files={"mine.py": ["mine"]})
     done = moegraph("train", folder)
     assert done.status == 3
-    assert "pass 'mine' ran when it was compiled, and in its place is 'trace' now" in done.err
+    assert "pass 'mine' ran when it was compiled, and in its place is 'dispatch-experts' now" in done.err
     assert "mine.py: give --pass-file" in done.err
 
 
@@ -140,9 +140,9 @@ def test_a_damaged_report_is_refused(work: Path, moegraph: Moegraph, text: str) 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("train --nproc 2", "parallel layouts do not exist yet"),
-        ("train --nproc 0", "--nproc 0"),
-        ("train --set layout.dp=2", "asks for 2 processes (dp 2 × pp 1)"),
+        ("train --nproc 2", "--nproc 2, but the layout has one rank"),
+        ("train --nproc 0", "'--nproc'"),
+        ("train --set layout.dp=2", "the layout has 2 ranks and no --nproc is given"),
         ("train text", "no compiled directory"),
         ("verify --world 2", "parallel layouts do not exist yet"),
     ],

@@ -109,7 +109,7 @@ def test_the_validation_loss_does_not_depend_on_the_micro_batch(tokens: Path, tm
 
 @pytest.mark.parametrize("layout", ["{dp: 2}", "{dp: 1, pp: 2, microbatches: 2}"])
 def test_a_layout_of_several_ranks_is_refused_in_a_sentence(layout: str, tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"asks for 2 ranks.*waits for the parallel layouts.*--set .layout=\{dp: 1"):
+    with pytest.raises(UsageError, match=r"asks for 2 ranks.*1 process runs.*--nproc 2"):
         train(run_spec(tmp_path, f"layout={layout}"), base=tokens)
     assert not (tmp_path / "run").exists()
 

@@ -37,6 +37,7 @@ ASKED = {
     "model.moe.router.jitter": "0.1",
     "precision.mxfp8.experts": "auto",
     "precision.mxfp8.shared": "'on'",
+    "layout.transport": "direct",
     "precision.mxfp8.attention": "auto",
     "precision.mxfp8.dispatch": "'on'",
     "checkpoint.every": "100",
@@ -76,7 +77,7 @@ def test_the_table_names_paths_that_exist() -> None:
 @pytest.mark.parametrize("path", NOT_YET)
 def test_what_waits_for_later_work_is_refused_in_a_sentence(tmp_path: Path, path: str) -> None:
     overrides = ["model.attention.window.size=8"] if ".window." in path else []
-    (problem,) = problems_of(write(tmp_path, MINIMAL), [*overrides, f"{path}={ASKED[path]}"])
+    (problem,) = problems_of(write(tmp_path, MINIMAL), [*overrides, *AROUND.get(path, ()), f"{path}={ASKED[path]}"])
     assert (problem.code, problem.path) == ("MG107", path)
     assert "waits for later work" in problem.message
     assert NOT_YET[path].what in problem.message

@@ -20,6 +20,7 @@ from tests.specs.small import MINIMAL, minimal, problems_of, write
 PARALLEL = ["layout.dp=4", "layout.ep=2", "layout.microbatches=4"]
 PIPELINE = ["layout.pp=2", "layout.microbatches=4"]
 GROUPS = "model.moe.router.groups"
+STAGES = "layout.stages"
 
 REFUSED = [
     (["data.source=corpus:nope"], "data.source", "no built-in corpus 'nope'", "corpus:python-stdlib, or a folder"),
@@ -185,7 +186,7 @@ REFUSED = [
         None,
     ),
     (
-        ["layout.pp=4"],
+        ["layout.pp=4", "layout.microbatches=1"],
         "layout.microbatches",
         "microbatches 1 is fewer than the 4 stages of the pipeline (pp 4)",
         "4 or more",
@@ -203,6 +204,21 @@ REFUSED = [
         None,
     ),
     (["layout.schedule=zbv_zero_bubble"], "layout.schedule", "but pp is 1", "gpipe, 1f1b"),
+    ([*PIPELINE, 'layout.stages="embedding,0-3,head"'], STAGES, "1 stage, but the pipeline has pp 2", None),
+    (
+        [*PIPELINE, "layout.schedule=dual_pipe_v", 'layout.stages="embedding,0|1|2-3,head"'],
+        STAGES,
+        "3 stages, but the pipeline has pp 2 × 2 stages per rank = 4",
+        None,
+    ),
+    ([*PIPELINE, 'layout.stages="embedding,0-3||head"'], STAGES, "stage 1 is empty", None),
+    ([*PIPELINE, 'layout.stages="embedding,0-1|2,head"'], STAGES, "layer 3 should stand before head", None),
+    ([*PIPELINE, 'layout.stages="0-1|2-3,head"'], STAGES, "embedding should stand before layer 0", None),
+    ([*PIPELINE, 'layout.stages="embedding,0-1|1-3,head"'], STAGES, "layer 1 stands twice", None),
+    ([*PIPELINE, 'layout.stages="embedding,0|1-2"'], STAGES, "layer 3 to head missing at the end", None),
+    ([*PIPELINE, 'layout.stages="embedding,0-1|2-4,head"'], STAGES, "no layer 4 in a model of 4 layers (0 to 3)", None),
+    ([*PIPELINE, 'layout.stages="embedding,1-0|2-3,head"'], STAGES, "the range 1-0 goes backwards", None),
+    ([*PIPELINE, 'layout.stages="embedding,0-1|2-3,tail"'], STAGES, "'tail' is not embedding, head, a layer", None),
     (["layout.overflow=drop"], "layout.overflow", "no effect with ep 1", None),
     (["layout.transport=direct"], "layout.transport", "no effect with ep 1", "exact"),
     (["layout.dp=2", "layout.ep=2", "layout.capacity=2"], "layout.capacity", "no effect with transport exact", None),
@@ -250,10 +266,13 @@ ACCEPTED = [
     ["passes.recompute={policy: selective, layers: [0, 3]}"],
     ["passes.fuse-experts={enabled: true, recompute: true}"],
     [*PARALLEL],
-    [*PARALLEL, "layout.transport=direct", "layout.capacity=2", "layout.overflow=error"],
+    [*PARALLEL, "layout.transport=padded", "layout.capacity=2", "layout.overflow=error"],
     [*PIPELINE],
     [*PIPELINE, "layout.schedule=interleaved_zero_bubble"],
     [*PIPELINE, "layout.schedule=dual_pipe_v"],
+    ['layout.stages="embedding,0-3,head"'],
+    [*PIPELINE, 'layout.stages="embedding, 0 | 1-2, 3, head"'],
+    [*PIPELINE, "layout.schedule=zbv_zero_bubble", 'layout.stages="embedding|0-2|3|head"'],
     ["layout.microbatches=16"],
     ["train.steps=3"],
     ["train.schedule={kind: cosine, warmup: 10}"],

@@ -1,0 +1,1 @@
+"""Many ranks: the result of training does not depend on the layout."""
