@@ -13,6 +13,7 @@ from moegraph.passes import (  # isort: skip
     fuse_experts,
     split_pipeline,
     recompute,
+    overlap_communication,
     split_backward,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "canonicalize",
     "dispatch_experts",
     "fuse_experts",
+    "overlap_communication",
     "recompute",
     "registry",
     "split_backward",

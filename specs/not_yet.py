@@ -44,7 +44,6 @@ NOT_YET: dict[str, NotYet] = {
     "model.multi_token_prediction": NotYet("multi-token prediction"),
     "model.moe.router.algorithm": NotYet("the sparsemixer router", ("sparsemixer",)),
     "model.moe.router.jitter": NotYet("noise on the router's input"),
-    "layout.transport": NotYet("rows written straight into the peers' memory", ("direct",)),
     "precision.mxfp8.experts": NotYet("MXFP8"),
     "precision.mxfp8.shared": NotYet("MXFP8"),
     "precision.mxfp8.attention": NotYet("MXFP8"),

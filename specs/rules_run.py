@@ -58,12 +58,31 @@ def groups_say_something(spec: Spec, report: Report) -> None:
             )
 
 
+def narrow_moments_move(spec: Spec, report: Report) -> None:
+    """A moment that changes by less than half a unit in the last place of bfloat16 (2^-9) never changes."""
+    optimizer = spec.train.optimizer
+    for index, beta in enumerate(optimizer.betas):
+        if optimizer.moments == "bf16" and 1.0 - beta < 2.0**-8:
+            message = (
+                f"{beta:g} with moments bf16 changes a moment by {1 - beta:.1e} of itself, less than bf16 can hold"
+            )
+            fix = "use a smaller value, or moments: master"
+            report.add(f"train.optimizer.betas[{index}]", message, code="MG202", allowed="at most 0.996", fix=fix)
+
+
 def fused_recompute_has_effect(spec: Spec, report: Report) -> None:
     """What the fused experts keep is no question where they are not fused."""
     fuse = spec.passes.fuse_experts
     if fuse.recompute and not fuse.enabled:
         message = "has no effect, since the pass is switched off"
         report.add("passes.fuse-experts.recompute", message, fix="add passes.fuse-experts.enabled=true, or remove it")
+
+
+def overlap_has_effect(spec: Spec, report: Report) -> None:
+    """Work overlaps with tokens that travel."""
+    if spec.passes.overlap_communication.mode != "off" and spec.layout.ep == 1:
+        message = "has no effect with ep 1, where no token travels"
+        report.add("passes.overlap-communication.mode", message, allowed="off", fix="raise layout.ep, or use off")
 
 
 def recompute_has_effect(spec: Spec, report: Report) -> None:
@@ -128,8 +147,10 @@ RULES: tuple[Rule, ...] = (
     schedule_fits_steps,
     decay_has_effect,
     betas_below_one,
+    narrow_moments_move,
     groups_say_something,
     fused_recompute_has_effect,
+    overlap_has_effect,
     recompute_has_effect,
     corpus_is_built_in,
     paths_are_confined,

@@ -98,6 +98,7 @@ passes:
     enabled: false
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
+  overlap-communication: {mode: off}   # off | on | auto: shared experts and weight gradients while tokens travel
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 
 train:
@@ -110,6 +111,7 @@ train:
     betas: [0.9, 0.95]
     eps: 1e-8
     weight_decay: 0.1
+    moments: master                    # master | bf16: the dtype both moments are kept in
     groups: []                         # the last match wins: [{match: "*norm*", weight_decay: 0, lr_scale: 1.0}]
   schedule: {kind: constant, warmup: 0}
   # schedule: {kind: wsd, warmup: 30, decay: 90, final: 0.0}      # warm-up, stable, decay to final · lr

@@ -9,6 +9,8 @@ again, so that no token is lost; a rung is compiled once, and a run never goes d
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +31,8 @@ from moegraph.runtime.mesh import SINGLE, Mesh
 from moegraph.runtime.model_state import ModelState, master_dtype
 from moegraph.runtime.step import Computed, StepComputer
 from moegraph.specs.schema import Spec
+
+_MEASURED = 3  # compute phases of each kind that `decide_overlap` times
 
 
 def capacity_ladder(spec: Spec) -> list[float]:
@@ -73,18 +77,20 @@ class Engine:
         self.ladder = capacity_ladder(spec)
         self.rung = 0
         self.replays = 0
-        self._built: dict[int, tuple[Executor, StepComputer]] = {}
+        self.overlap = spec.passes.overlap_communication.mode == "on"
+        self.overlap_seconds: dict[str, float] = {}  # of a compute phase, where both were measured
+        self._built: dict[tuple[int, bool], tuple[Executor, StepComputer]] = {}
         self._use(0)
 
     @property
     def executor(self) -> Executor:
         """The bound graphs at the present capacity."""
-        return self._built[self.rung][0]
+        return self._built[self.rung, self.overlap][0]
 
     @property
     def computer(self) -> StepComputer:
         """The compute phase at the present capacity."""
-        return self._built[self.rung][1]
+        return self._built[self.rung, self.overlap][1]
 
     @property
     def capacity(self) -> float | None:
@@ -135,8 +141,9 @@ class Engine:
     def compilations(self) -> dict[str, int]:
         """How often each graph that was used has been compiled, at each capacity."""
         found: dict[str, int] = {}
-        for rung, (executor, _) in self._built.items():
+        for (rung, overlap), (executor, _) in self._built.items():
             suffix = f" at capacity {self.ladder[rung]:g}" if rung else ""
+            suffix += " with overlap" if overlap else ""
             found.update({f"{label}{suffix}": count for label, count in executor.compilations().items()})
         return found
 
@@ -149,19 +156,54 @@ class Engine:
         self.replays += 1
         self.note(f"{here}: computed again at {self.ladder[self.rung]:g}")
 
+    def decide_overlap(self, batch: StepBatch) -> None:
+        """With `overlap-communication: {mode: auto}`, measures the compute phase both ways on a batch and keeps the
+        faster one, the same on all ranks. Changes nothing but buffers."""
+        if self.spec.passes.overlap_communication.mode != "auto":
+            return
+        for overlap in (False, True):
+            self.overlap = overlap
+            self._use(self.rung)
+            self.computer.compute(batch)  # compiles
+            seconds = statistics.median(self._timed(batch) for _ in range(_MEASURED))
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+            if self.mesh.world > 1:
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            self.overlap_seconds["on" if overlap else "off"] = float(slowest)
+        off, on = self.overlap_seconds["off"], self.overlap_seconds["on"]
+        self.overlap = on < off
+        chosen = "on" if self.overlap else "off"
+        self.note(f"overlap-communication: {1e3 * off:.1f} ms without, {1e3 * on:.1f} ms with; it is {chosen}")
+
+    def _timed(self, batch: StepBatch) -> float:
+        _synchronize(self.device)
+        began = time.perf_counter()
+        self.computer.compute(batch)
+        _synchronize(self.device)
+        return time.perf_counter() - began
+
     def _use(self, rung: int) -> None:
-        if rung not in self._built:
-            program = self.program if rung == 0 else compile(with_capacity(self.spec, self.ladder[rung])).program
+        if (rung, self.overlap) not in self._built:
+            program = self.program
+            if rung or self.overlap != (self.spec.passes.overlap_communication.mode == "on"):
+                program = compile(variant(self.spec, self.ladder[rung], self.overlap)).program
             executor = Executor(program, self.state.values, self.device, self.spec.train.compile, self.stages)
             computer = StepComputer(self.spec, executor, self.gradients, self.device, self.mesh)
-            self._built[rung] = (executor, computer)
+            self._built[rung, self.overlap] = (executor, computer)
         self.rung = rung
 
 
-def with_capacity(spec: Spec, capacity: float) -> Spec:
-    """The spec at another capacity of its buckets."""
+def variant(spec: Spec, capacity: float, overlap: bool) -> Spec:
+    """The spec at another capacity of its buckets, with or without overlapped communication."""
     layout = spec.layout.model_copy(update={"capacity": capacity})
-    return spec.model_copy(update={"layout": layout})
+    option = spec.passes.overlap_communication.model_copy(update={"mode": "on" if overlap else "off"})
+    passes = spec.passes.model_copy(update={"overlap_communication": option})
+    return spec.model_copy(update={"layout": layout, "passes": passes})
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def moe_blocks(program: Program) -> list[int]:

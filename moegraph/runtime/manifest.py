@@ -48,13 +48,15 @@ def build_manifest(
     flops_per_token: float,
     device: str,
     tuning_tables: Mapping[str, str],
+    overlap_seconds: Mapping[str, float],
     folder: Path,
 ) -> dict[str, Any]:
     """The manifest as JSON-able values.
 
     resolved_spec: every final value. graph_hashes: by pass and kind. data: source and fingerprint. parameters: (total,
     active). flops_per_token: training operations. device: its name. tuning_tables: the
-    SHA-256 of each table that its kernels' configurations come from. folder: where git is asked for the state of code.
+    SHA-256 of each table that its kernels' configurations come from. overlap_seconds: of a compute phase with
+    overlapped communication on and off, where a run measured both. folder: where git is asked for the state of code.
     """
     return {
         "format": FORMAT,
@@ -67,6 +69,7 @@ def build_manifest(
         "flops_per_token": flops_per_token,
         "device": device,
         "tuning_tables": dict(tuning_tables),
+        "overlap_seconds": dict(overlap_seconds),
         "platform": platform.platform(),
         "versions": versions(),
         "git": git_state(folder),

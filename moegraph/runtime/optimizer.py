@@ -11,6 +11,7 @@ An expert that no token visited is no exception: its gradient is zero, so its mo
 is left of them, and weight decay applies. The result is the same however experts are spread over ranks.
 
 Masters and both moments lie in flat buffers. Every element's arithmetic is its own, so a step is bitwise repeatable.
+With `moments: bf16` the moments are widened for the arithmetic of a step and rounded to nearest when they are kept.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class AdamW:
         first = next(iter(masters.values()), torch.empty(0))  # a small shard may hold nothing
         shapes = {name: masters[name].shape for name in self.groups}
         self.masters = FlatTensors(shapes, first.dtype, first.device)
-        self.exp_avg = FlatTensors(shapes, first.dtype, first.device)
-        self.exp_avg_sq = FlatTensors(shapes, first.dtype, first.device)
+        kept = torch.bfloat16 if options.moments == "bf16" else first.dtype
+        self.exp_avg = FlatTensors(shapes, kept, first.device)
+        self.exp_avg_sq = FlatTensors(shapes, kept, first.device)
         for name, master in self.masters.items():
             if masters[name].dtype != master.dtype or masters[name].numel() > math.prod(parameters[name].shape):
                 raise ValueError(f"master of {name}: {masters[name].dtype} {tuple(masters[name].shape)} does not fit")
@@ -67,14 +69,17 @@ class AdamW:
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One step with the gradient of each trained parameter, already scaled and clipped, at learning rate `lr`."""
-        for values, names in self._names.items():
+        narrow = self.exp_avg.flat.dtype != self.masters.flat.dtype
+        # Narrow moments are widened parameter by parameter, so that no more than one is there twice.
+        parts = [(v, [n]) for v, names in self._names.items() for n in names] if narrow else self._names.items()
+        for values, names in parts:
+            moments = [[t[name].to(self.masters.flat.dtype) for name in names] for t in (self.exp_avg, self.exp_avg_sq)]
             self._counts.fill_(self.steps)  # adamw counts each of them up
             grads = [gradients[name].to(self.masters.flat.dtype) for name in names]
             adamw(
                 [self.masters[name] for name in names],
                 grads,
-                [self.exp_avg[name] for name in names],
-                [self.exp_avg_sq[name] for name in names],
+                *moments,
                 [],
                 list(self._counts[: len(names)].unbind()),
                 fused=True,
@@ -86,6 +91,9 @@ class AdamW:
                 eps=self.options.eps,
                 maximize=False,
             )
+            if narrow:
+                self.exp_avg[names[0]].copy_(moments[0][0])
+                self.exp_avg_sq[names[0]].copy_(moments[1][0])
         self.steps += 1
 
     @torch.no_grad()

@@ -122,6 +122,7 @@ class Trainer:
                     log = stack.enter_context(RunLog(folder, note))
             started = time.perf_counter()
             self._announce(folder)
+            self.engine.decide_overlap(self.loader.step(0))
             if log is not None:
                 log.write_manifest(self._manifest(folder))
             first = last = self._validate_first(log)
@@ -260,6 +261,7 @@ class Trainer:
             flops_per_token=self.flops_per_token,
             device=device_name(self.device),
             tuning_tables=table_digests(self.device),
+            overlap_seconds=self.engine.overlap_seconds,
             folder=folder,
         )
 

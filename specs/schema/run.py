@@ -75,6 +75,12 @@ class RecomputeOptions(Section):
     layers: Literal["all"] | tuple[Index, ...] = "all"
 
 
+class OverlapOptions(Section):
+    """Whether independent work runs while tokens travel: `auto` measures both when a run starts, and records them."""
+
+    mode: Literal["off", "on", "auto"] = "off"
+
+
 class UserPassOptions(Section):
     """A pass registered from a Python file: on or off, where it runs, and its own options."""
 
@@ -90,6 +96,7 @@ class Passes(Section):
     balance_losses: PassSwitch = Field(default_factory=PassSwitch, alias="balance-losses")
     fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
+    overlap_communication: OverlapOptions = Field(default_factory=OverlapOptions, alias="overlap-communication")
     custom: dict[str, UserPassOptions] = Field(default_factory=dict)
 
 
@@ -102,13 +109,15 @@ class ParameterGroup(Section):
 
 
 class AdamW(Section):
-    """AdamW with decoupled weight decay (arXiv 1711.05101)."""
+    """AdamW with decoupled weight decay (arXiv 1711.05101). `moments` is the dtype both moments are kept in; `master`
+    is that of the master weights."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0.0, le=10.0)] = 3e-4
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
     weight_decay: NonNegative = 0.1
+    moments: Literal["master", "bf16"] = "master"
     groups: tuple[ParameterGroup, ...] = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -90,12 +91,23 @@ def compiled_once(key: str) -> Compiled:
     return compile(Spec.model_validate_json(key))
 
 
-def run_steps(rank: int, spec: Spec, steps: int = STEPS, empty: int = 0, scale: float = 6.0) -> Outcome:
-    """Trains `steps` steps as one rank; rank 0 returns the outcome of the whole world."""
+def run_steps(
+    rank: int,
+    spec: Spec,
+    steps: int = STEPS,
+    empty: int = 0,
+    scale: float = 6.0,
+    start: Mapping[str, Tensor] | None = None,
+    force: bool = False,
+) -> Outcome:
+    """Trains `steps` steps as one rank; rank 0 returns the outcome of the whole world. `start`: values of parameters
+    whose names end so; `force`: the first step overflows at every capacity but the last."""
     outcome = Outcome()
     with join(spec.layout, rank, spec.layout.world, CPU) as mesh:
         engine = Engine(spec, CPU, mesh, compiled_once(spec.model_dump_json(by_alias=True)))
-        enlarge(engine, scale)
+        enlarge(engine, scale, start)
+        if force:
+            pretend_overflow(engine)
         for step in range(steps):
             agreed = engine.compute(batch_of(step, empty))
             gradients = whole_gradients(engine)
@@ -108,12 +120,28 @@ def run_steps(rank: int, spec: Spec, steps: int = STEPS, empty: int = 0, scale: 
     return outcome if rank == 0 else Outcome()
 
 
-def enlarge(engine: Engine, scale: float) -> None:
-    """Larger weights than at a real start, so that nothing hides in small numbers."""
+def enlarge(engine: Engine, scale: float, start: Mapping[str, Tensor] | None = None) -> None:
+    """Larger weights than at a real start, so that nothing hides in small numbers; or the given ones."""
     for name, master in engine.state.optimizer.masters.items():
         if engine.program.parameters[name].init == "normal":
             master.mul_(scale)
+        for ending, value in (start or {}).items():
+            piece = engine.state.piece(name)
+            if name.endswith(ending) and piece is not None:
+                master.copy_(value.reshape(-1)[piece.start : piece.stop].reshape(master.shape))
     engine.state.refresh()
+
+
+def pretend_overflow(engine: Engine) -> None:
+    """Every agreement at a rung below the last says that rows found no place."""
+    agree = engine.agree
+
+    def pretending(computed: Any) -> Any:
+        agreed = agree(computed)
+        agreed.overflow += engine.rung < len(engine.ladder) - 1
+        return agreed
+
+    engine.agree = pretending  # type: ignore[method-assign]
 
 
 def whole_gradients(engine: Engine) -> dict[str, Tensor]:

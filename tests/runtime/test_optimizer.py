@@ -127,6 +127,24 @@ def test_a18_the_policy_is_the_same_however_experts_are_spread(ep: int) -> None:
     torch.testing.assert_close(joined, whole.masters[name], rtol=1e-13, atol=0)
 
 
+def test_bf16_moments_are_rounded_where_they_are_kept_and_nowhere_else() -> None:
+    """Against the formula in float32 with the moments rounded after each step; half the bytes."""
+    model = parameters()
+    narrow = AdamW(model, initial_values(model.values(), 0, torch.float32), Options(moments="bf16"))
+    assert narrow.exp_avg.flat.dtype == narrow.exp_avg_sq.flat.dtype == torch.bfloat16
+    name = next(iter(narrow.masters))
+    w, m, v = narrow.masters[name].clone(), torch.zeros(()), torch.zeros(())
+    for step in range(1, 6):
+        gradients = _gradients(narrow, step)
+        narrow.step(gradients, 1e-2)
+        g = gradients[name]
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+        m, v = m.bfloat16().float(), v.bfloat16().float()
+        torch.testing.assert_close(narrow.masters[name], w, rtol=2e-5, atol=1e-7)
+    assert torch.equal(narrow.exp_avg[name], m.bfloat16())
+
+
 def test_compute_copies_are_the_rounded_masters() -> None:
     optimizer = _optimizer(torch.float32)
     copies = {name: torch.zeros(m.shape, dtype=torch.bfloat16) for name, m in optimizer.masters.items()}

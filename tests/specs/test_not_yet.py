@@ -37,7 +37,6 @@ ASKED = {
     "model.moe.router.jitter": "0.1",
     "precision.mxfp8.experts": "auto",
     "precision.mxfp8.shared": "'on'",
-    "layout.transport": "direct",
     "precision.mxfp8.attention": "auto",
     "precision.mxfp8.dispatch": "'on'",
     "checkpoint.every": "100",

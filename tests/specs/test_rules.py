@@ -229,6 +229,12 @@ REFUSED = [
         "1 or more",
     ),
     (["train.optimizer.betas=[0.9, 1]"], "train.optimizer.betas[1]", "beta 1 would keep the moment", "0 to below 1"),
+    (
+        ["train.optimizer={moments: bf16, betas: [0.9, 0.999]}"],
+        "train.optimizer.betas[1]",
+        "changes a moment by 1.0e-03 of itself",
+        "at most 0.996",
+    ),
     (["train.optimizer.groups=[{match: '*'}]"], "train.optimizer.groups[0]", "changes nothing", None),
     (
         ["train.schedule={kind: wsd, warmup: 20}"],
@@ -279,6 +285,7 @@ ACCEPTED = [
     ["train.schedule={kind: wsd, warmup: 5, decay: 5, final: 0.1}"],
     ["train.validation={every: 1000, sequences: 1}"],
     ["train.optimizer.betas=[0, 0]"],
+    ["train.optimizer.moments=bf16"],
 ]
 
 

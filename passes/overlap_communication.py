@@ -1,0 +1,133 @@
+"""overlap-communication: work that does not need what is under way runs between a collective's start and its wait.
+
+    s = all_to_all(rows)                s = all_to_all(rows)
+    r = wait(s)                    =>   shared expert, or weight gradients: nothing of them needs r
+    … experts of r …                    r = wait(s)
+    shared expert                       … experts of r …
+
+Only the order of nodes changes, so every number stays what it was. Moved are the shared experts' nodes, which come
+later in the forward and earlier in the backward, and weight gradients, which nothing waits for. Collectives keep their
+order: it is the same on every rank. The order is kept by eager graphs and by Inductor, which schedules in the order
+given where nothing else decides.
+
+On a GPU the collective runs on a stream of its own group; it also takes multiprocessors and bandwidth from what runs
+beside it, so this is off unless the spec says `on`, or says `auto` and a measurement at the start of the run found it
+faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from moegraph import ops
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name, facts
+from moegraph.graph.program import Unit
+from moegraph.passes.contract import Level, Pass, PassContext, PassResult
+from moegraph.passes.registry import registry
+from moegraph.specs.schema import Spec
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SHARED = "shared."
+
+
+@registry.register
+@dataclass(frozen=True)
+class OverlapCommunication(Pass):
+    """Moves independent work between the start and the wait of each exchange of rows."""
+
+    name: ClassVar[str] = "overlap-communication"
+    level: ClassVar[Level] = "step"
+    requires: ClassVar[frozenset[str]] = frozenset({"joint"})
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> OverlapCommunication | None:
+        # `auto` is decided by the run: it compiles the spec with `on` too, and measures both.
+        return cls() if spec.passes.overlap_communication.mode == "on" else None
+
+    def apply(self, unit: Unit, context: PassContext) -> PassResult:
+        rewriter = Rewriter(unit.graphs["joint"], self.name)
+        pairs = _exchanges(rewriter.graph)
+        if not pairs:
+            return PassResult(unit, note="nothing is exchanged in this block, or start and wait are one operator")
+        moved: list[str] = []
+        for start, wait in pairs:
+            moved += _fill(rewriter, start, wait)
+        if not moved:
+            return PassResult(unit, note="nothing here is independent of what is exchanged")
+        return PassResult(unit.with_graphs({"joint": rewriter.finish()}), moved)
+
+
+def _exchanges(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """(start, wait) of each exchange of floating-point rows, in order."""
+    found = []
+    for wait in graph.nodes:
+        if wait.op == "call_function" and wait.target is _WAIT and wait.meta["val"].is_floating_point():
+            start = wait.args[0]
+            if isinstance(start, fx.Node) and wait.meta["val"].shape[-1] > 1:  # router weights are a column
+                found.append((start, wait))
+    return found
+
+
+def _fill(rewriter: Rewriter, start: fx.Node, wait: fx.Node) -> list[str]:
+    """Moves what may run before `wait` to just before it; returns the names of what was moved."""
+    order = {node: place for place, node in enumerate(rewriter.graph.nodes)}
+    moved: list[str] = []
+    late = _depending(wait)
+    for node in [n for n in rewriter.graph.nodes if order[n] > order[wait]]:
+        if _is_shared(node, wait) and node not in late and all(_before(n, wait, order) for n in node.all_input_nodes):
+            wait.prepend(node)
+            order[node] = order[start]  # it is before the wait now, and may be read by what follows it there
+            facts(node)["overlaps"] = display_name(start)
+            moved.append(display_name(node))
+    needed, output = _needed(start), rewriter.output_node()
+    for node in reversed([n for n in rewriter.graph.nodes if order[n] < order[start]]):
+        movable = node.target in ops.WEIGHT_GRADIENTS or _is_shared(node, wait)
+        waited_for = node in needed or any(user is not output and order[user] < order[start] for user in node.users)
+        if movable and not waited_for and "overlaps" not in facts(node):
+            start.append(node)
+            order[node] = order[wait]  # behind the start
+            facts(node)["overlaps"] = display_name(start)
+            moved.append(display_name(node))
+    return moved
+
+
+def _is_shared(node: fx.Node, wait: fx.Node) -> bool:
+    """A node of the shared experts in the same direction as the exchange."""
+    known = facts(node)
+    same = known.get("direction") == facts(wait).get("direction")
+    return node.op == "call_function" and same and str(known.get("layer", "")).startswith(_SHARED)
+
+
+def _before(node: fx.Node, wait: fx.Node, order: dict[fx.Node, int]) -> bool:
+    return node.op in ("placeholder", "get_attr") or order[node] < order[wait]
+
+
+def _depending(root: fx.Node) -> set[fx.Node]:
+    """What depends on a node."""
+    found: set[fx.Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _needed(root: fx.Node) -> set[fx.Node]:
+    """What a node depends on."""
+    found: set[fx.Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        for needed in node.all_input_nodes:
+            if needed not in found:
+                found.add(needed)
+                stack.append(needed)
+    return found
