@@ -19,6 +19,7 @@ from moegraph.graph.edit import clone
 from moegraph.graph.names import display_name
 from moegraph.graph.program import Port, ports
 from moegraph.graph.text import value_text
+from moegraph.runtime.compile_lock import one_rank_at_a_time
 
 CompileMode = Literal["inductor", "aot_eager", "eager"]
 
@@ -52,7 +53,8 @@ class BoundGraph:
         inner = compile_backend(mode)
 
         def backend(module: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-            code = inner(module, example_inputs)
+            with one_rank_at_a_time(self.label):
+                code = inner(module, example_inputs)
             self.compilations += 1  # not before: Dynamo may raise in there to trace once more for the same compilation
             return code
 
