@@ -8,11 +8,14 @@ import torch
 
 from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
 from moegraph.kernels.chips import Card
+from moegraph.kernels.direct_plan import base_launch, destination_launch
+from moegraph.kernels.direct_rows import put_rows_launch, send_back_launch, sum_slots_launch, take_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
+from moegraph.kernels.signals import ARRIVED, FREE, signal_launch, wait_launch
 from moegraph.kernels.sort_rows import count_launch, default_block, place_launch, scan_launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule_launch
 from moegraph.kernels.top_k import top_k_launch
@@ -62,3 +65,35 @@ def launches(
     for name, problem in block_problems(**sizes, dtype=dtype).items():
         choice = choose_for(problem, card or torch.device("meta"))
         yield name, product_launch(problem, choice.config, row_weight=name == "down")
+
+
+def exchange_launches(
+    *, tokens: int, d_model: int, num_experts: int, top_k: int, ranks: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of what transport `direct` runs, on meta tensors; a buffer has room for 1.25 balanced loads."""
+    slots, room, local = tokens * top_k, tokens * top_k * 5 // 4, num_experts // ranks
+
+    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    counts, table, epoch = tensor(ranks, num_experts + 1), tensor(ranks, kind=torch.int64), tensor(1)
+    base, destination, offsets, flags = tensor(num_experts), tensor(slots), tensor(local), tensor(2, ranks)
+    x, rows, back = (tensor(each, d_model, kind=dtype) for each in (tokens, room, slots))
+    row_weight, weights = tensor(room, kind=torch.float32), tensor(slots, kind=torch.float32)
+    size = room * d_model * dtype.itemsize
+    at = (size, size + 4 * room)
+    yield "direct_base", base_launch(counts, base, offsets, tensor(kind=torch.int64), room)
+    yield "direct_destination", destination_launch(destination, base, base, destination, ranks, room)
+    yield "put_rows", put_rows_launch(x, weights, destination, counts, table, at, room)
+    yield "put_rows_only", put_rows_launch(x, None, destination, counts, table, at, room)
+    found = (row_weight, destination, row_weight, destination)
+    yield "take_rows", take_rows_launch(rows, offsets, rows, found)
+    yield "take_rows_only", take_rows_launch(rows, offsets, rows, None)
+    yield "send_back", send_back_launch(rows, row_weight, destination, offsets, table, size, slots)
+    yield "send_back_only", send_back_launch(rows, None, destination, offsets, table, size, slots)
+    yield "sum_slots", sum_slots_launch(back, destination, x, (weights, weights))
+    yield "sum_slots_only", sum_slots_launch(back, destination, x, None)
+    yield "say_arrived", signal_launch(table, epoch, ARRIVED, ranks - 1)
+    yield "say_free", signal_launch(table, epoch, FREE, ranks - 1)
+    yield "wait_for_rows", wait_launch(flags, epoch, ARRIVED)
+    yield "wait_until_free", wait_launch(flags, epoch, FREE)

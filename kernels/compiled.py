@@ -60,10 +60,27 @@ class KernelReport:
 def compile_launch(launch: Launch, capability: int) -> KernelReport:
     """Compiles a launch whose tensors may be meta tensors for compute capability `capability` (90, 100 or 103)."""
     chip = CHIPS[capability]
+    built = build(launch, capability)
+    ptx: str = built.asm["ptx"]
+    registers, spills = _ptxas(ptx, capability)
+    return KernelReport(
+        launch.kernel.__name__,
+        chip.title,
+        registers,
+        spills,
+        int(built.metadata.shared),
+        chip.shared_limit,
+        _matrix_instruction(ptx),
+        "cp.async" in ptx,
+    )
+
+
+def build(launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel of a launch; its PTX is `.asm["ptx"]`."""
     kernel = launch.kernel
     constants = dict(launch.constants)
     if "PROGRAMS" in constants:
-        constants["PROGRAMS"] = chip.processors
+        constants["PROGRAMS"] = CHIPS[capability].processors
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(kernel.arg_names):
@@ -78,19 +95,7 @@ def compile_launch(launch: Launch, capability: int) -> KernelReport:
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=places, attrs=attributes)
     options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx: str = built.asm["ptx"]
-    registers, spills = _ptxas(ptx, capability)
-    return KernelReport(
-        kernel.__name__,
-        chip.title,
-        registers,
-        spills,
-        int(built.metadata.shared),
-        chip.shared_limit,
-        _matrix_instruction(ptx),
-        "cp.async" in ptx,
-    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _specialise(argument: Any) -> tuple[str, bool]:
@@ -99,6 +104,8 @@ def _specialise(argument: Any) -> tuple[str, bool]:
         return f"*{_DTYPES[argument.dtype]}", argument.data_ptr() % 16 == 0
     if isinstance(argument, TensorDescriptor):
         return f"tensordesc<{_DTYPES[argument.base.dtype]}{list(argument.block_shape)}>", False
+    if isinstance(argument, float):
+        return "fp32", False
     if argument == 1:
         return "constexpr", False
     return "i32" if -(2**31) <= argument < 2**31 else "i64", argument % 16 == 0

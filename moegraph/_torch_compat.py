@@ -246,7 +246,21 @@ def reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup, *, asyn
     return function(out, whole, group=group, async_op=async_op)
 
 
-def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's `part` [N], one after the other, into `out` [R · N]; renamed in 2.13."""
+def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts to write every rank's `part` [N], one after the other, into `out` [R · N]; renamed in 2.13."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(out, part, group=group)
+    return function(out, part, group=group, async_op=True)
+
+
+def symmetric_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """`size` bytes on `device` that the ranks of a group map into each other's address space: this rank's memory, every
+    rank's address in ours, and what keeps the mapping alive. Collective, through the group's store.
+
+    Ranks have to be on devices with peer access; torch raises RuntimeError where they are not. The module is private in
+    2.11 and 2.13, but the only way to such memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group)
+    return memory, [int(address) for address in handle.buffer_ptrs], handle

@@ -6,6 +6,9 @@
     passes/06-recompute/moe.joint.txt   the canonical text of each graph after the pass
     passes/06-recompute.diff            what the pass changed
 
+Of one rank (`compile --rank`) it holds the kinds of block and the blocks of that rank's stages; hashes are those of the
+whole program, so that they can be compared between ranks. The report lists each stage's collectives in order.
+
 Contract: the directory is data. Nothing in it is ever executed: `train` reads its spec, compiles that again, and
 refuses if a graph is not the one whose hash the report holds. Written aside and renamed, so it is whole or absent.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
@@ -26,8 +29,10 @@ from moegraph.artifact_names import GRAPH_NAME, PASSES_NAME, REPORT_NAME, SPEC_N
 from moegraph.compiled import Compiled
 from moegraph.data.output_folder import move_into_place
 from moegraph.errors import CheckFailed, UsageError
+from moegraph.graph.collectives import traffic
 from moegraph.graph.diff import diff_lines, diff_programs
-from moegraph.graph.instances import instances_text
+from moegraph.graph.instances import blocks_text
+from moegraph.graph.program import Instance
 from moegraph.graph.text import graph_json
 from moegraph.passes.pipeline import PassRecord
 from moegraph.runtime.accounting import count_parameters, flops_per_token
@@ -47,39 +52,40 @@ def build_report(
     `verified`: the numeric verification, where there was one."""
     layer_program = [record for record in compiled.records if record.level == "layer"][-1].program
     total, active = count_parameters(layer_program)
-    world = compiled.spec.layout.world
-    notes = []
-    if world > 1:
-        notes.append(
-            f"layout: world {world} = dp {compiled.spec.layout.dp} × pp {compiled.spec.layout.pp}; these are the "
-            "graphs of the undistributed model until parallel layouts exist"
-        )
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "spec_sha256": sha256(resolved_yaml(compiled.spec).encode()).hexdigest(),
         "versions": versions(),
-        "rank": 0,
-        "world": 1,
+        "rank": compiled.rank,
+        "world": compiled.spec.layout.world,
+        "stages": [_stage_report(compiled, stage) for stage in compiled.stages],
         "parameters": {"total": total, "active": active},
         "flops_per_token": flops_per_token(compiled.spec, layer_program),
-        "passes": [_pass_report(number, record) for number, record in enumerate(compiled.records)],
+        "passes": [_pass_report(number, record, compiled.kinds) for number, record in enumerate(compiled.records)],
         "pass_files": dict(pass_files or {}),
         # Every record passed every structural verifier: one that fails ends the pipeline.
         "verifiers": {"structural": dict.fromkeys(VERIFIERS, "ok"), "numeric": verified},
-        "notes": notes,
+        "notes": [],
     }
 
 
-def _pass_report(number: int, record: PassRecord) -> dict[str, Any]:
+def _stage_report(compiled: Compiled, stage: int) -> dict[str, Any]:
+    """The blocks of a stage, and its collectives for one micro-batch, in order."""
+    blocks = [instance for instance in compiled.instances if instance.stage == stage]
+    found = [each.to_json() for each in traffic(compiled.program, blocks)]
+    return {"stage": stage, "blocks": [instance.prefix for instance in blocks], "collectives": found}
+
+
+def _pass_report(number: int, record: PassRecord, kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "number": number,
         "name": record.name,
         "level": record.level,
         "tier": record.tier,
         "seconds": round(record.seconds, 6),
-        "rewritten": {kind: len(names) for kind, names in record.rewritten.items()},
-        "notes": {kind: note for kind, note in record.notes.items() if note},
+        "rewritten": {kind: len(names) for kind, names in record.rewritten.items() if kind in kinds},
+        "notes": {kind: note for kind, note in record.notes.items() if note and kind in kinds},
         "hash": record.hash,
     }
 
@@ -91,7 +97,9 @@ def build_graphs(compiled: Compiled) -> dict[str, Any]:
     kinds = {
         kind: {name: graph_json(module) for name, module in {**layer_units[kind].graphs, **unit.graphs}.items()}
         for kind, unit in program.units.items()
+        if kind in compiled.kinds
     }
+    read = {name for instance in compiled.instances for name in instance.parameters.values()}
     instances = [
         {
             "prefix": instance.prefix,
@@ -100,11 +108,19 @@ def build_graphs(compiled: Compiled) -> dict[str, Any]:
             "stage": instance.stage,
             "parameters": dict(instance.parameters),
         }
-        for instance in program.instances
+        for instance in compiled.instances
     ]
     parameters = {
-        name: {"shape": list(p.shape), "role": p.role, "init": p.init, "std": p.std, "trained": p.trained}
+        name: {
+            "shape": list(p.shape),
+            "shards": p.shards,
+            "role": p.role,
+            "init": p.init,
+            "std": p.std,
+            "trained": p.trained,
+        }
         for name, p in program.parameters.items()
+        if name in read
     }
     return {"kinds": kinds, "instances": instances, "parameters": parameters}
 
@@ -147,20 +163,21 @@ def _fill(folder: Path, compiled: Compiled, report: Mapping[str, Any]) -> None:
     for number, record in enumerate(compiled.records):
         stem = folder / PASSES_NAME / f"{number:02d}-{record.name}"
         stem.mkdir(parents=True)
-        for kind, graphs in record.texts.items():
-            for name, text in graphs.items():
+        for kind in compiled.kinds:
+            for name, text in record.texts[kind].items():
                 (stem / f"{kind}.{name}.txt").write_text(text + "\n", encoding="utf-8")
         if before is not None:
-            lines = diff_of(before, record)
+            lines = diff_of(before, record, compiled.instances)
             stem.with_name(f"{stem.name}.diff").write_text("\n".join(lines) + "\n", encoding="utf-8")
         before = record
     _write_json(folder / REPORT_NAME, report, indent=2)
 
 
-def diff_of(before: PassRecord, after: PassRecord) -> list[str]:
-    """What a pass changed, in lines."""
-    titles = {kind: instances_text(after.program, kind) for kind in after.texts}
-    return list(diff_lines(diff_programs(before.texts, after.texts, (before.name, after.name)), titles))
+def diff_of(before: PassRecord, after: PassRecord, instances: Sequence[Instance]) -> list[str]:
+    """What a pass changed in these blocks, in lines."""
+    kinds = [kind for kind in after.texts if any(instance.kind == kind for instance in instances)]
+    titles = {kind: blocks_text(instance for instance in instances if instance.kind == kind) for kind in kinds}
+    return list(diff_lines(diff_programs(before.texts, after.texts, (before.name, after.name), kinds), titles))
 
 
 def _write_json(path: Path, data: Mapping[str, Any], indent: int | None) -> None:
@@ -183,7 +200,8 @@ class CompiledFolder:
 
 
 def read_compiled(folder: Path) -> CompiledFolder:
-    """Reads and checks report.json. Raises UsageError for what is not a compiled directory."""
+    """Reads and checks report.json, for training. Raises UsageError for what is not a compiled directory, and for one
+    that holds the graphs of one rank among several."""
     path = folder / REPORT_NAME
     try:
         with path.open("rb") as file:
@@ -199,8 +217,14 @@ def read_compiled(folder: Path) -> CompiledFolder:
         hashes = {str(each["name"]): str(each["hash"]) for each in report["passes"]}
         texts = {str(name): str(version) for name, version in report["versions"].items()}
         user_passes = {str(name): str(file) for file, names in report["pass_files"].items() for name in names}
-    except (TypeError, KeyError, AttributeError):
+        rank, world = report["rank"], int(report["world"])
+    except (TypeError, KeyError, AttributeError, ValueError):
         raise UsageError(f"{path} is damaged: compile the spec again") from None
+    if rank is not None and world > 1:
+        raise UsageError(
+            f"{folder} holds the graphs of rank {rank} of {world} only, and training needs those of all ranks: compile "
+            "the spec again without --rank"
+        )
     return CompiledFolder(folder, hashes, texts, user_passes)
 
 

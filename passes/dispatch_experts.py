@@ -14,6 +14,9 @@ the device. Every collective is a pair of nodes, its start and its wait. Transpo
   many rows did not fit. With `overflow: drop` the router's choices are thinned out beforehand, by weight, until they
   do.
 - `exact`: only rows that exist travel, in buckets that hold any routing. The host waits for the counts: the reference.
+- `direct`: each row is written straight to its place in its owner's buffer, already sorted by expert, by the opaque
+  pair `direct_dispatch` and `direct_return`, whose declared equivalent is an exchange as in `padded`. Only the counts
+  of all ranks are a collective. A buffer has room for as many rows as the buckets of `padded`, whoever sends them.
 
 Numbers are those of the undistributed graph; sums over rows of several ranks are added up in another order, so that
 weight gradients agree to rounding (`close`).
@@ -41,7 +44,7 @@ class DispatchExperts(Pass):
     """Shards expert weights over `ep` ranks and inserts dispatch and return."""
 
     ep: int
-    transport: Literal["exact", "padded"]
+    transport: Literal["exact", "padded", "direct"]
     capacity: float  # of a bucket, in balanced loads
     drop: bool  # choices that do not fit are dropped by rule, instead of being counted
 
@@ -54,7 +57,6 @@ class DispatchExperts(Pass):
     @classmethod
     def from_spec(cls, spec: Spec) -> DispatchExperts | None:
         layout = spec.layout
-        assert layout.transport != "direct"  # refused when the spec is loaded (moegraph.specs.not_yet)
         drop = layout.overflow == "drop" and layout.transport != "exact"
         return cls(layout.ep, layout.transport, layout.capacity, drop)
 
@@ -69,7 +71,8 @@ class DispatchExperts(Pass):
         if not routes:
             return PassResult(unit, note="no experts in this block")
         (sort,) = routes
-        _Dispatch(rewriter, sort, self).rewrite()
+        kind = _Direct if self.transport == "direct" else _Dispatch
+        kind(rewriter, sort, self).rewrite()
         return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
 
 
@@ -105,9 +108,12 @@ class _Dispatch:
         self.rewriter.evaluate_again()
         self._homeward(local)
         self.rewriter.evaluate_again()
-        if self.options.transport == "padded" and not self.options.drop:
-            lost = self._call("moe.overflow", ops.overflow, self.offsets, **self._buckets())
-            self.rewriter.set_output("metric", "overflow", lost)
+        if self.options.transport != "exact" and not self.options.drop:
+            self.rewriter.set_output("metric", "overflow", self._lost())
+
+    def _lost(self) -> fx.Node:
+        """How many rows found no place."""
+        return self._call("moe.overflow", ops.overflow, self.offsets, **self._buckets())
 
     def _expert_region(self) -> list[fx.Node]:
         """Nodes between permute and combine, in order."""
@@ -200,3 +206,45 @@ class _Dispatch:
             return self._call(name, ops.exact_exchange, x, send, receive, group, anchor=anchor)
         started = self._call(f"{name}_start", ops.all_to_all_start, x, sizes, sizes, group, anchor=anchor)
         return self._call(name, ops.all_to_all_wait, started, sizes, sizes, group, anchor=anchor)
+
+
+class _Direct(_Dispatch):
+    """The rewrite for transport `direct`.
+
+    counts   = all ranks' counts of rows per expert     a collective, [P, E + 1]
+    plan     = direct_plan(inverse, offsets, counts)    destination, local offsets, lost
+    arrived  = direct_dispatch(x, weights, …)           sorted by expert of this rank
+    local    = permute(arrived, numbers, …, top_k=1)    in place already: fuse-experts takes it in
+    out      = direct_return(experts(local), …)         instead of combine
+    """
+
+    def _outward(self) -> dict[fx.Node, fx.Node]:
+        ep, x, weights = self.options.ep, self.rows.args[0], self.row_weight.args[0]
+        told = self._call("moe.counts_told", ops.counts_for_ranks, self.offsets, ep)
+        self.counts = self._exchange("moe.counts", told, [1] * ep)
+        room = ep * self.capacity
+        plan = self._call("moe.plan", ops.direct_plan, self.inverse, self.offsets, self.counts, room)
+        names = ("destination", "local_offsets", "overflow")
+        self.destination, self.local_offsets, self.overflow = (
+            self._call(f"moe.{name}", operator.getitem, plan, i) for i, name in enumerate(names)
+        )
+        where = (self.destination, self.local_offsets, self.counts)
+        sent = self._call("moe.dispatch", ops.direct_dispatch, x, weights, *where, room, ops.EXPERT_GROUP)
+        arrived = self._call("moe.arrived", operator.getitem, sent, 0)
+        weight = self._call("moe.local_row_weight", operator.getitem, sent, 1)
+        self.origin = self._call("moe.origin", operator.getitem, sent, 2)
+        numbers = self._call("moe.local_order", ops.row_numbers, arrived)
+        rows = self._call("moe.local_rows", ops.permute, arrived, numbers, numbers, self.local_offsets, top_k=1)
+        return {self.rows: rows, self.row_weight: weight, self.offsets: self.local_offsets}
+
+    def _homeward(self, local: dict[fx.Node, fx.Node]) -> None:
+        (result,) = [n for n in self.combine.all_input_nodes if n not in (self.order, self.inverse, self.offsets)]
+        where = (self.origin, self.destination, self.local_offsets, self.counts)
+        top_k = self.rows.kwargs["top_k"]
+        out = self._call("moe.return", ops.direct_return, result, *where, top_k, ops.EXPERT_GROUP, anchor=self.combine)
+        self.rewriter.replace(self.combine, out)
+        for unused in (self.rows, self.row_weight, self.order):
+            self.rewriter.graph.erase_node(unused)
+
+    def _lost(self) -> fx.Node:
+        return self.overflow

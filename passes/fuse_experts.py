@@ -15,7 +15,8 @@ made again too, and only x is kept. Numbers stay within rounding of the compute 
 before the down projection's result is rounded).
 
 The region is fused where it stands exactly so, all its parts read the same order and offsets, and its inner values are
-used by nothing else. Experts whose input the router scales are left as they are, and the pass says so.
+used by nothing else. With transport `direct` it ends in `direct_return` instead of `combine`. Experts whose input the
+router scales are left as they are, and the pass says so.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class FuseExperts(Pass):
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         rewriter = Rewriter(unit.graphs["layer"], self.name)
-        combines = rewriter.find(ops.combine)
-        if not combines:
+        ends = rewriter.find(ops.combine) + rewriter.find(ops.direct_return)
+        if not ends:
             return PassResult(unit, note="no experts in this block")
-        for combine in combines:
-            region = _match(combine)
+        for end in ends:
+            region = _match(end)
             if isinstance(region, str):
                 return PassResult(unit, note=f"left as it is: {region}")
-            _fuse(rewriter, combine, region, self.recompute)
+            _fuse(rewriter, end, region, self.recompute)
         return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
 
 
@@ -93,10 +94,10 @@ _CHAIN = {  # from the region's end to its beginning, and whether a step may be 
 }
 
 
-def _match(combine: fx.Node) -> _Region | str:
-    """The region that ends in this combine, or why it is not exactly permute … scale_rows."""
+def _match(end: fx.Node) -> _Region | str:
+    """The region that ends in this combine or return, or why it is not exactly permute … scale_rows."""
     found: dict[str, fx.Node | None] = {}
-    node = combine.args[0]
+    node = end.args[0]
     for name, (targets, optional) in _CHAIN.items():
         if not isinstance(node, fx.Node) or node.target not in targets:
             if optional:
@@ -113,15 +114,18 @@ def _match(combine: fx.Node) -> _Region | str:
         found[name] = node
         node = node.args[0]
     region = _Region(**found)  # type: ignore[arg-type]
-    metadata, top_k = combine.args[1:4], combine.kwargs["top_k"]
-    same = region.rows.args[1:4] == metadata and region.rows.kwargs["top_k"] == top_k
+    metadata, top_k = region.rows.args[1:4], region.rows.kwargs["top_k"]
+    if end.target is ops.combine:
+        same = end.args[1:4] == metadata and end.kwargs["top_k"] == top_k
+    else:  # its order is in where rows go; they are returned as they were dispatched
+        same = bool(end.args[3] is metadata[2] and top_k == 1)
     reads_offsets = (region.up, region.up_bias, region.down, region.down_bias)
     if not same or any(node is not None and node.args[2] is not metadata[2] for node in reads_offsets):
         return "its parts read different orders or offsets"
     return region
 
 
-def _fuse(rewriter: Rewriter, combine: fx.Node, region: _Region, recompute: bool) -> None:
+def _fuse(rewriter: Rewriter, end: fx.Node, region: _Region, recompute: bool) -> None:
     x, order, inverse, offsets = region.rows.args[:4]
     weights = (region.weighted.args[1], region.up.args[1], region.down.args[1])
     biases = tuple(None if node is None else node.args[1] for node in (region.up_bias, region.down_bias))
@@ -131,9 +135,9 @@ def _fuse(rewriter: Rewriter, combine: fx.Node, region: _Region, recompute: bool
     if recompute:
         options["recompute"] = True
     arguments = (x, order, inverse, offsets, *weights, *(biases if any(biases) else ()))
-    fused = rewriter.call_before(combine, "moe.experts", ops.expert_ffn, *arguments, **options)
-    y = rewriter.call_before(combine, "moe.expert_rows", operator.getitem, fused, 0)
-    combine.replace_input_with(region.weighted, y)
+    fused = rewriter.call_before(end, "moe.experts", ops.expert_ffn, *arguments, **options)
+    y = rewriter.call_before(end, "moe.expert_rows", operator.getitem, fused, 0)
+    end.replace_input_with(region.weighted, y)
     for node in reversed(region.nodes()):
         rewriter.rewritten.append(display_name(node))
         rewriter.graph.erase_node(node)

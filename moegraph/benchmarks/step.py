@@ -14,17 +14,22 @@ from typing import Any
 import torch
 
 from moegraph.data.loader import StepBatch
+from moegraph.errors import RunError
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.device import choose_device, device_name, peak_memory
 from moegraph.runtime.engine import Engine
+from moegraph.runtime.mesh import join
 from moegraph.specs.schema import Spec
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A whole training step: milliseconds (median and least), tokens and 10¹² operations per second, peak bytes."""
+    """A whole training step: milliseconds (median and least), tokens per second of all ranks, 10¹² operations per
+    second and peak bytes of one. `optimizer_milliseconds` are of the norm, the agreement of the ranks, AdamW and the
+    weights sent round; the floor is the least bytes of it at the rate of a copy."""
 
     device: str
+    ranks: int
     parameters: int
     active_parameters: int
     first_seconds: float
@@ -35,6 +40,8 @@ class StepTiming:
     peak_bytes: int
     loss: float
     compilations: int
+    optimizer_milliseconds: float
+    optimizer_floor_milliseconds: float
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -58,44 +65,94 @@ def random_batch(spec: Spec, generator: torch.Generator) -> StepBatch:
     )
 
 
-def time_step(spec: Spec, steps: int) -> StepTiming:
-    """Times `steps` optimizer steps of a spec after a first one that compiles."""
+def time_step(spec: Spec, steps: int, rank: int = 0, world: int = 1) -> StepTiming:
+    """Times `steps` optimizer steps of a spec, as one rank of its layout, after a first one that compiles."""
     device = choose_device(spec.train.device)
-    engine = Engine(spec, device)
-    program = engine.program
+    with join(spec.layout, rank, world, device) as mesh:
+        return _time(spec, steps, Engine(spec, device, mesh))
+
+
+def _time(spec: Spec, steps: int, engine: Engine) -> StepTiming:
+    device, program = engine.device, engine.program
     generator = torch.Generator().manual_seed(spec.train.seed)
-
-    def step() -> float:
-        agreed = engine.compute(random_batch(spec, generator))
-        engine.commit(agreed, spec.train.optimizer.lr)
-        return agreed.loss
-
-    first = _seconds(step, device)
     losses: list[float] = []
-    times = [_seconds(lambda: losses.append(step()), device) for _ in range(steps)]
+    optimizer: list[float] = []
+
+    def step() -> None:
+        computed = engine.computer.compute(random_batch(spec, generator))
+        _synchronize(device)
+        began = time.perf_counter()
+        agreed = engine.agree(computed)
+        engine.commit(agreed, spec.train.optimizer.lr)
+        _synchronize(device)
+        optimizer.append(time.perf_counter() - began)
+        losses.append(agreed.loss)
+        if agreed.overflow:
+            raise RunError(
+                f"{agreed.overflow} rows found no place at capacity {engine.capacity}: raise layout.capacity"
+            )
+
+    def first_step() -> None:
+        engine.commit(engine.compute(random_batch(spec, generator)), spec.train.optimizer.lr)
+
+    first = _seconds(first_step, device)
+    engine.decide_overlap(random_batch(spec, generator))
+    times = [_seconds(step, device) for _ in range(steps)]
     median = statistics.median(times)
     total, active = count_parameters(program)
     rate = spec.train.tokens_per_step / median
+    bytes_moved = optimizer_bytes(engine)
     return StepTiming(
         device=device_name(device),
+        ranks=engine.mesh.world,
         parameters=total,
         active_parameters=active,
         first_seconds=first,
         milliseconds=median * 1e3,
         least_milliseconds=min(times) * 1e3,
         tokens_per_second=rate,
-        tflops=rate * flops_per_token(spec, program) / 1e12,
+        tflops=rate * flops_per_token(spec, program) / 1e12 / engine.mesh.world,
         peak_bytes=peak_memory(device),
         loss=losses[-1],
         compilations=max(engine.compilations().values(), default=0),
+        optimizer_milliseconds=statistics.median(optimizer) * 1e3,
+        optimizer_floor_milliseconds=bytes_moved / copy_rate(device) * 1e3,
     )
 
 
-def _seconds(job: Callable[[], Any], device: torch.device) -> float:
+def optimizer_bytes(engine: Engine) -> int:
+    """The least bytes that norm, AdamW and the weights in compute dtype read and write on this rank.
+
+    Gradients are read for the norm and again; master and both moments are read and written; the weights that the graphs
+    read are written, on every replica whole.
+    """
+    optimizer, gradients = engine.state.optimizer, engine.gradients.shard
+    held = sum(g.numel() * g.element_size() for g in gradients.values())
+    moved = 2 * held
+    for tensors in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq):
+        moved += 2 * tensors.flat.numel() * tensors.flat.element_size()
+    own = {tensor.data_ptr() for tensor in optimizer.masters.values()}
+    written = [engine.state.values[p.name] for family in engine.state.families for p in family.parameters]
+    return moved + sum(value.numel() * value.element_size() for value in written if value.data_ptr() not in own)
+
+
+def copy_rate(device: torch.device, size: int = 1 << 28) -> float:
+    """Bytes read and written per second by copying a buffer, the median of ten."""
+    size = size if device.type == "cuda" else size >> 4
+    source = torch.ones(size, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    times = [_seconds(lambda: target.copy_(source), device) for _ in range(11)][1:]
+    return 2 * source.numel() * source.element_size() / statistics.median(times)
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _seconds(job: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
     began = time.perf_counter()
     job()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     return time.perf_counter() - began

@@ -29,7 +29,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timed(job: Job, count: int, device: torch.device) -> Callable[[], float]:
+def timed(job: Job, count: int, device: torch.device) -> Callable[[], float]:
     """Runs the job; its seconds can be asked for once the device has been waited for."""
     if device.type != "cuda":
         began = time.perf_counter()
@@ -68,7 +68,7 @@ def time_in_turn(
                 job(number * (counted + 1))
                 for again in range(counted):
                     count = number * (counted + 1) + again + 1
-                    pending.append((name, _timed(job, count, device)))
+                    pending.append((name, timed(job, count, device)))
                 done = True
             if not done:
                 del alive[name]

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from moegraph.cli.bench_dispatch import dispatch_command
 from moegraph.cli.bench_layer import layer_command
 from moegraph.cli.bench_tune import tune_command
 from moegraph.cli.options import Json, Set
 from moegraph.cli.output import counted, print_json, print_table
+from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec
-from moegraph.errors import UsageError
 
 bench_app = typer.Typer(help="Measure speed on this device, with random inputs.", no_args_is_help=True)
 
@@ -21,15 +22,20 @@ def step_command(
     spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="The spec whose step is timed.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count, after a first one that compiles.")] = 12,
     set_: Set = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Start this many processes, as many as the layout has ranks.")
+    ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Time whole training steps of a spec on random tokens."""
     from moegraph.specs import load_spec
 
-    loaded = load_spec(find_spec(spec), set_ or ())
-    if loaded.layout.world > 1:
-        one = '--set "layout={dp: 1, ep: 1, pp: 1, transport: exact}"'
-        raise UsageError(f"layout asks for {loaded.layout.world} ranks; {one} times one")
+    name = find_spec(spec)
+    loaded = load_spec(name, set_ or ())
+    ranks = this_rank(loaded.layout.world, nproc)
+    if ranks is None:
+        options = [f"--set={each}" for each in set_ or ()] + ["--json"] * json
+        return start_ranks(loaded.layout.world, ["bench", "step", name, f"--steps={steps}", *options])
     from moegraph.benchmarks.step import time_step
     from moegraph.runtime.compile_cache import compile_cache
     from moegraph.runtime.device import choose_device, device_name, run_settings
@@ -37,12 +43,15 @@ def step_command(
     device = choose_device(loaded.train.device)
     cache = compile_cache(device_name(device), inductor=loaded.train.compile == "inductor")
     with run_settings(loaded.train.deterministic), cache as keep_compiled:
-        found = time_step(loaded, steps)
+        found = time_step(loaded, steps, *ranks)
         keep_compiled()
+    if ranks[0] != 0:
+        return 0
     if json:
         print_json(found.to_json())
-        return
-    columns = [">ms", ">least ms", ">tokens/s", ">TFLOP/s", ">peak GiB", ">first step s", ">parameters", "device"]
+        return 0
+    columns = [">ms", ">least ms", ">tokens/s", ">TFLOP/s", ">peak GiB", ">first step s", ">parameters"]
+    columns += [">optimizer ms", ">of byte floor", "device"]
     row = [
         f"{found.milliseconds:.1f}",
         f"{found.least_milliseconds:.1f}",
@@ -51,10 +60,14 @@ def step_command(
         f"{found.peak_bytes / 2**30:.1f}",
         f"{found.first_seconds:.1f}",
         counted(found.parameters),
-        found.device,
+        f"{found.optimizer_milliseconds:.2f}",
+        f"{found.optimizer_milliseconds / found.optimizer_floor_milliseconds:.2f}",
+        f"{found.ranks} × {found.device}",
     ]
     print_table(columns, [row])
+    return 0
 
 
 bench_app.command("layer")(layer_command)
+bench_app.command("dispatch")(dispatch_command)
 bench_app.command("tune")(tune_command)

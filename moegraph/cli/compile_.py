@@ -14,6 +14,7 @@ from moegraph.cli.output import Status, counted, print_json, print_table, say
 from moegraph.errors import UsageError
 
 if TYPE_CHECKING:
+    from moegraph.compiled import Compiled
     from moegraph.passes.pipeline import PassRecord
 
 LAST_COMPILED = Path(".moegraph") / "last-compiled"
@@ -28,7 +29,9 @@ def compile_command(
     set_: Set = None,
     pass_file: PassFile = None,
     verify: Annotated[bool, typer.Option("--verify", help="Also prove each pass numerically.")] = False,
-    rank: Annotated[int, typer.Option(help="The rank whose graphs are wanted; only 0 exists so far.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Only the graphs and blocks of this rank's stages. Default: all.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Run the passes and write graphs, differences, a report."""
@@ -52,11 +55,12 @@ def compile_command(
         report = build_report(compiled, pass_files=pass_files, verified=verified.to_json() if verified else None)
         status("writing")
         write_compiled(folder, compiled, report)
-    _remember(folder)
+    if compiled.whole:
+        _remember(folder)
     if json:
         print_json({"directory": str(folder), **report})
     else:
-        _print(compiled.records, report, folder)
+        _print(compiled, report, folder)
     if verified is None:
         return 0
     from moegraph.cli.verify import breaches, print_report
@@ -98,15 +102,27 @@ def _stem(name: str) -> str:
     return stem
 
 
-def _print(records: Any, report: dict[str, Any], folder: Path) -> None:
+def _print(compiled: Compiled, report: dict[str, Any], folder: Path) -> None:
+    records = compiled.records
     columns = ["pass", "level", "tier", ">rewritten", ">seconds", "note"]
     print_table(columns, [[r.name, r.level, r.tier, r.count, f"{r.seconds:.2f}", note_of(r)] for r in records])
     total, active = report["parameters"]["total"], report["parameters"]["active"]
     print(f"\nparameters  {total:,} ({counted(total)}), of which a token meets {active:,} ({counted(active)})")
     print(f"operations  {counted(report['flops_per_token'], operations=True)} per token, forward and backward")
+    if compiled.rank is not None:
+        print(f"rank        {compiled.rank} of {report['world']}: {_stages_text(compiled)}")
     for note in report["notes"]:
         print(f"note        {note}")
     print(f"written to  {folder}")
+
+
+def _stages_text(compiled: Compiled) -> str:
+    """`stage 0 (embedding, layers.0), stage 3 (layers.3, head)`."""
+    from moegraph.graph.instances import blocks_text
+
+    return ", ".join(
+        f"stage {stage} ({blocks_text(i for i in compiled.instances if i.stage == stage)})" for stage in compiled.stages
+    )
 
 
 def note_of(record: PassRecord) -> str:

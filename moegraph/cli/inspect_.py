@@ -32,9 +32,7 @@ def inspect_command(
     graph: Annotated[
         str | None, typer.Option(metavar="GRAPH", help="Only this graph: layer, joint, forward, backward, …")
     ] = None,
-    stage: Annotated[
-        int | None, typer.Option(metavar="N", help="Only this pipeline stage; 0 is the only one so far.")
-    ] = None,
+    stage: Annotated[int | None, typer.Option(metavar="N", help="Only the blocks of this pipeline stage.")] = None,
     grep: Annotated[
         str | None, typer.Option(metavar="RE", help="Only lines that match this regular expression.")
     ] = None,
@@ -89,13 +87,11 @@ def inspect_command(
         refuse(full=full, because="goes with --diff")
     else:
         refuse(after=after, expand=expand, stat=stat, grep=grep, because="does not go with --diff")
-    if stage not in (None, 0):
-        raise UsageError(f"--stage {stage}: there is only stage 0 until pipeline parallelism exists")
     _check_pattern(grep)  # before seconds of work
     compiled = _compile(spec, set_, pass_file)
     from moegraph.cli.inspect_graphs import Selection, print_difference, print_graphs, print_statistics
 
-    selection = Selection(kind, graph, expand, grep)
+    selection = Selection(kind, graph, expand, grep, stage)
     if diff is not None:
         print_difference(compiled, diff, selection, full=full, as_json=json)
     elif stat:

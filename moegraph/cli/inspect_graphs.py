@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from moegraph.cli.output import print_diff, print_json, print_table, say
 from moegraph.compiled import Compiled
 from moegraph.errors import UsageError
 from moegraph.graph.diff import count_operators, diff_json, diff_lines, diff_programs, operators_text
-from moegraph.graph.instances import expanded, instances_text
+from moegraph.graph.instances import blocks_text, expanded
+from moegraph.graph.program import Instance
 from moegraph.graph.text import graph_json, graph_text
 from moegraph.passes.balance_losses import BalanceLosses, definition
 from moegraph.passes.pipeline import PassRecord
@@ -22,12 +23,13 @@ from moegraph.passes.split_pipeline import SplitPipeline, placement_text
 
 @dataclass(frozen=True)
 class Selection:
-    """Which graphs are wanted: of which kind and of which name, as full-named blocks or per kind, which lines."""
+    """Which graphs are wanted: of which kind, name and stage, as full-named blocks or per kind, which lines."""
 
     kind: str | None = None
     graph: str | None = None
     expand: bool = False
     grep: str | None = None
+    stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class View:
 def print_graphs(compiled: Compiled, after: str | None, selection: Selection, *, as_json: bool) -> None:
     """The canonical text of the graphs after a pass."""
     record = _record(compiled, after, selection)
-    views = list(_views(record, selection))
+    views = list(_views(record, compiled, selection))
     shown = [view for view in views if view.lines]
     if as_json:
         print_json({"after": record.name, "level": record.level, "graphs": [view.to_json() for view in shown]})
@@ -81,7 +83,7 @@ def print_statistics(compiled: Compiled, after: str | None, selection: Selection
     """Sizes: nodes and operators per graph."""
     record = _record(compiled, after, selection)
     rows = []
-    for view in _views(record, selection):
+    for view in _views(record, compiled, selection):
         operators = count_operators("\n".join(line for _, line in view.lines))
         rows.append((view, operators))
     if as_json:
@@ -110,12 +112,13 @@ def print_difference(compiled: Compiled, name: str, selection: Selection, *, ful
     if index == 0:
         raise UsageError(f"{name!r} makes the first graphs, so there is nothing to compare: --after {name} prints them")
     before = compiled.records[index - 1]
-    kinds = _kinds(record, selection.kind)
+    blocks = _blocks(compiled, selection)
+    kinds = _kinds(record, selection, blocks)
     texts = [_only(each, selection.graph) for each in (before, record)]
     if selection.graph is not None and not any(graphs for text in texts for graphs in text.values()):
         raise UsageError(f"pass {name!r} has no graph {selection.graph!r}: {_graph_names(before, record)}")
     diffs = diff_programs(texts[0], texts[1], (before.name, record.name), kinds)
-    titles = {kind: instances_text(record.program, kind) for kind in kinds}
+    titles = {kind: _title(blocks, kind) for kind in kinds}
     if as_json:
         print_json({**_about_json(record), "before": before.name, "kinds": diff_json(diffs, titles)})
         return
@@ -172,12 +175,30 @@ def _graph_names(*records: PassRecord) -> str:
     return "there are " + ", ".join(names)
 
 
-def _kinds(record: PassRecord, wanted: str | None) -> list[str]:
-    if wanted is None:
-        return list(record.texts)
-    if wanted not in record.texts:
-        raise UsageError(f"this spec has no block of kind {wanted!r}: there are {', '.join(record.texts)}")
-    return [wanted]
+def _blocks(compiled: Compiled, selection: Selection) -> Sequence[Instance]:
+    """The blocks asked for: those of a stage of the finished program, or all."""
+    instances = compiled.program.instances
+    if selection.stage is None:
+        return instances
+    last = instances[-1].stage
+    if not 0 <= selection.stage <= last:
+        known = f"there are 0 to {last}" if last else "there is only stage 0"
+        raise UsageError(f"there is no stage {selection.stage}: {known}")
+    return [instance for instance in instances if instance.stage == selection.stage]
+
+
+def _title(blocks: Sequence[Instance], kind: str) -> str:
+    return blocks_text(instance for instance in blocks if instance.kind == kind)
+
+
+def _kinds(record: PassRecord, selection: Selection, blocks: Sequence[Instance]) -> list[str]:
+    there = [kind for kind in record.texts if any(instance.kind == kind for instance in blocks)]
+    if selection.kind is None:
+        return there
+    if selection.kind not in there:
+        where = "this spec" if selection.stage is None else f"stage {selection.stage}"
+        raise UsageError(f"{where} has no block of kind {selection.kind!r}: there are {', '.join(there)}")
+    return [selection.kind]
 
 
 def _only(record: PassRecord, graph: str | None) -> dict[str, dict[str, str]]:
@@ -187,18 +208,19 @@ def _only(record: PassRecord, graph: str | None) -> dict[str, dict[str, str]]:
     }
 
 
-def _views(record: PassRecord, selection: Selection) -> Iterator[View]:
+def _views(record: PassRecord, compiled: Compiled, selection: Selection) -> Iterator[View]:
     pattern = re.compile(selection.grep) if selection.grep is not None else None
-    for kind in _kinds(record, selection.kind):
+    blocks = _blocks(compiled, selection)
+    for kind in _kinds(record, selection, blocks):
         for name, text in record.texts[kind].items():
             if selection.graph not in (None, name):
                 continue
             module = record.program.units[kind].graphs[name]
-            view = View(kind, kind, instances_text(record.program, kind), name, module, ())
+            view = View(kind, kind, _title(blocks, kind), name, module, ())
             if not selection.expand:
                 yield _with_lines(view, text, pattern)
                 continue
-            for instance in record.program.instances_of(kind):
+            for instance in (each for each in blocks if each.kind == kind):
                 twin = expanded(module, instance)
                 one = replace(view, block=instance.prefix, instances=kind, module=twin)
                 yield _with_lines(one, graph_text(twin), pattern)

@@ -66,9 +66,3 @@ def refuse(**given: Any) -> None:
     for name, value in given.items():
         if value not in (None, False):
             raise UsageError(f"--{name.replace('_', '-')} {because}")
-
-
-def refuse_many_ranks(option: str, count: int) -> None:
-    """Raises UsageError for more than one process or rank."""
-    if count != 1:
-        raise UsageError(f"--{option} {count}: parallel layouts do not exist yet, so only --{option} 1 can run")

@@ -19,11 +19,11 @@ import typer
 
 from moegraph.artifact_names import SPEC_NAME
 from moegraph.cli.compile_ import last_compiled
-from moegraph.cli.launch import LAUNCHED, environment_ranks, launch, watch_launcher
 from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_files, spec_name
 from moegraph.cli.output import Status, print_json, say
+from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec, load
-from moegraph.errors import SpecError, UsageError
+from moegraph.errors import SpecError
 
 if TYPE_CHECKING:
     from moegraph.specs import Spec
@@ -46,34 +46,14 @@ def train_command(
     json: Json = False,
 ) -> int:
     """Train a model."""
-    ranks = environment_ranks()
-    if LAUNCHED in os.environ:
-        watch_launcher()
-    if ranks is not None and nproc is not None:
-        raise UsageError("--nproc starts processes, but RANK and WORLD_SIZE are set: this is one of them already")
     loaded, folder = _find(spec, set_ or ())
-    world = loaded.layout.world
-    if ranks is None and world > 1:
-        return _launch(world, nproc, spec, set_ or (), pass_file or (), json)
-    if ranks is None and nproc not in (None, 1):
-        raise UsageError(f"--nproc {nproc}, but the layout has one rank: raise layout.dp or layout.pp")
-    _train(loaded, folder, pass_file, ranks or (0, 1), json)
+    ranks = this_rank(loaded.layout.world, nproc)
+    if ranks is None:
+        options = [f"--set={each}" for each in set_ or ()] + [f"--pass-file={each}" for each in pass_file or ()]
+        named = [spec] if spec is not None else []
+        return start_ranks(loaded.layout.world, ["train", *named, *options, *["--json"] * json])
+    _train(loaded, folder, pass_file, ranks, json)
     return 0
-
-
-def _launch(
-    world: int, nproc: int | None, spec: str | None, overrides: Sequence[str], pass_files: Sequence[Path], json: bool
-) -> int:
-    """Starts the ranks as processes of their own and waits for them."""
-    if nproc != world:
-        how = "no --nproc is given" if nproc is None else f"--nproc is {nproc}"
-        raise UsageError(
-            f"the layout has {world} ranks and {how}: --nproc {world} starts them on this host; on several hosts, "
-            "torchrun starts `-m moegraph train`"
-        )
-    options = [f"--set={each}" for each in overrides] + [f"--pass-file={each}" for each in pass_files]
-    options += ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
-    return launch([sys.executable, "-m", "moegraph", "train", *([spec] if spec is not None else []), *options], world)
 
 
 def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, ranks: tuple[int, int], json: bool) -> None:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraph.cli.options import Json, PassFile, Set, SpecArgument, load_pass_files, refuse_many_ranks
+from moegraph.cli.options import Json, PassFile, Set, SpecArgument, load_pass_files
 from moegraph.cli.output import Status, print_json, print_table, say
 
 if TYPE_CHECKING:
     from moegraph.verify.passes import VerifyReport
 
 BROKEN = 3
+MOST_RANKS = 4096
 MOST_NODES = 8  # named per pass and kind of block; --json names all
 
 
@@ -20,14 +21,16 @@ def verify_command(
     spec: SpecArgument = None,
     set_: Set = None,
     pass_file: PassFile = None,
-    world: Annotated[int, typer.Option(help="Ranks to prove the passes at; only 1 exists so far.")] = 1,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Ranks of the layout to prove. Default: the spec's, made small."),
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and tokens that the graphs are run on.")
     ] = 0,
     json: Json = False,
 ) -> int:
     """Prove each pass: equal outputs and gradients."""
-    refuse_many_ranks("world", world)
     from moegraph.cli.sources import find_spec, load
 
     loaded = load(find_spec(spec), set_).spec
@@ -35,7 +38,7 @@ def verify_command(
 
     load_pass_files(pass_file)
     with Status() as status:
-        report = verify_spec(loaded, seed=seed, progress=lambda name: status(f"verifying {name}"))
+        report = verify_spec(loaded, seed=seed, world=world, progress=lambda name: status(f"verifying {name}"))
     if json:
         print_json(report.to_json())
     else:
@@ -46,8 +49,13 @@ def verify_command(
 
 
 def print_report(report: VerifyReport) -> None:
-    """The table: per pass how many nodes it rewrote and the largest relative differences of outputs and gradients; then
-    those nodes by name."""
+    """Which layout was proved and the collectives of its stages; the table: per pass how many nodes it rewrote and the
+    largest relative differences of outputs and gradients; then those nodes by name."""
+    if report.stages:
+        print(f"proved at {report.layout}")
+        for stage in report.stages:
+            print(stage)
+        print()
     rows = [
         [
             row.name,
@@ -78,8 +86,9 @@ def _difference(value: float) -> str:
 
 
 def breaches(report: VerifyReport) -> list[str]:
-    """One sentence per pass that does not hold, each naming the first node that differs."""
-    return [
+    """One sentence per pass that does not hold, each naming the first node that differs, and per stage."""
+    stages = [f"collectives do not hold: {stage}" for stage in report.stages if not stage.ok]
+    return stages + [
         f"pass {row.name!r} does not hold: "
         + (f"the first node that differs is {row.first_difference}" if row.first_difference else row.note)
         for row in report.rows

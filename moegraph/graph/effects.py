@@ -18,7 +18,12 @@ from moegraph.graph.names import display_name
 from moegraph.ops.registry import COMMUNICATION
 
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
-_EXCHANGES = frozenset({"moegraph::exact_exchange"})
+_EXCHANGES = frozenset(
+    {
+        "moegraph::exact_exchange", "moegraph::direct_dispatch", "moegraph::direct_take", "moegraph::direct_return",
+        "moegraph::direct_put",
+    }
+)  # fmt: skip
 _IN_PLACE = frozenset(
     {
         operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,

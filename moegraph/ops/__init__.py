@@ -21,6 +21,8 @@ from moegraph.ops.balance import (
     z_loss,
 )
 from moegraph.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from moegraph.ops.direct import direct_dispatch, direct_put, direct_return, direct_take
+from moegraph.ops.direct_plan import counts_for_ranks, direct_plan, row_numbers
 from moegraph.ops.dispatch import (
     as_column,
     bucket_capacity,
@@ -70,8 +72,14 @@ __all__ = [
     "choose_experts",
     "combine",
     "count_dropped",
+    "counts_for_ranks",
     "cross_entropy",
     "cross_entropy_backward",
+    "direct_dispatch",
+    "direct_plan",
+    "direct_put",
+    "direct_return",
+    "direct_take",
     "drop_overflow",
     "embedding",
     "embedding_wgrad",
@@ -102,6 +110,7 @@ __all__ = [
     "router_entropy",
     "router_logits",
     "router_probabilities",
+    "row_numbers",
     "rows_per_rank",
     "scale",
     "scale_rows",

@@ -21,6 +21,8 @@ from moegraph.ops.balance import (
     z_loss,
 )
 from moegraph.ops.cross_entropy import cross_entropy
+from moegraph.ops.direct import direct_dispatch, direct_return
+from moegraph.ops.direct_plan import counts_for_ranks, direct_plan, row_numbers
 from moegraph.ops.dispatch import (
     as_column,
     count_dropped,
@@ -56,11 +58,13 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.
 NEVER_RECOMPUTE: frozenset[Any] = frozenset(
-    {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default}
+    {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default, _mg.direct_plan.default}
 )
 
 # Layer-graph callables that talk to other ranks; in a step graph they are collectives or registered operators.
-COMMUNICATION: frozenset[Callable[..., Any]] = frozenset({all_to_all_start, all_to_all_wait, exact_exchange})
+COMMUNICATION: frozenset[Callable[..., Any]] = frozenset(
+    {all_to_all_start, all_to_all_wait, exact_exchange, direct_dispatch, direct_return}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,11 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     all_to_all_start: Facts("gather"),
     all_to_all_wait: Facts("gather"),
     exact_exchange: Facts("gather", (_mg.exact_exchange.default,)),
+    counts_for_ranks: Facts("pointwise"),
+    direct_plan: Facts("gather", (_mg.direct_plan.default,)),
+    row_numbers: Facts("pointwise"),
+    direct_dispatch: Facts("gather", (_mg.direct_dispatch.default, _mg.direct_take.default)),
+    direct_return: Facts("gather", (_mg.direct_return.default, _mg.direct_put.default)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

@@ -36,6 +36,7 @@ class Agreed:
     probability_sum: list[list[float]]
     router_entropy: list[float]
     dropped: list[int]
+    counts_on_device: Tensor | None = None  # expert_counts again, [L, E] int64, so that no one copies them back
 
 
 def agree(
@@ -54,6 +55,7 @@ def agree(
     numbers = torch.cat(parts)
     if mesh.world > 1:
         dist.all_reduce(numbers)
+    counts = numbers[len(_SCALARS) :][: layers * num_experts].reshape(layers, num_experts).to(torch.int64)
     values = numbers.tolist()  # the one time in a step that the host waits
     scalars, rest = dict(zip(_SCALARS, values, strict=False)), values[len(_SCALARS) :]
     columns: dict[str, list[list[float]]] = {}
@@ -71,4 +73,5 @@ def agree(
         probability_sum=columns["probability_sum"],
         router_entropy=[row[0] / max(computed.tokens, 1) for row in columns["router_entropy"]],
         dropped=[int(row[0]) for row in columns["dropped"]],
+        counts_on_device=counts,
     )

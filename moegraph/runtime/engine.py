@@ -118,7 +118,7 @@ class Engine:
     def commit(self, agreed: Agreed, lr: float) -> None:
         """Moves parameters, moments and biases by the step that was computed."""
         with during("gathering parameters"):
-            self.state.commit(self.gradients, agreed.norm, lr, agreed.expert_counts)
+            self.state.commit(self.gradients, agreed.norm, lr, agreed.counts_on_device)
 
     def evaluate(self, batches: Sequence[StepBatch]) -> float:
         """The mean cross entropy per valid target over these batches of one micro-batch each, shared out over `dp`."""

@@ -124,11 +124,6 @@ class GradientBuffers(Mapping[str, Tensor]):
         """All gradients before the reduction, one after the other: a copy [N]."""
         return torch.cat([buffer.flat for buffer in self._buffers])
 
-    def scale_shards(self, factor: float) -> None:
-        """Multiplies the reduced gradients."""
-        for shard in self._shards:
-            shard.mul_(factor)
-
 
 def _shard(family: Family, buffer: FlatTensors) -> Tensor:
     """Where the reduced gradients of this rank go; with one replica, the gradients themselves."""

@@ -9,6 +9,7 @@ master itself where the dtypes agree, else a copy. Replicas are bitwise equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class ModelState:
         owned = [p for p in own if p.trained and p.name != borrowed]
         dtype = master_dtype(spec)
         self.families = plan_families(owned, mesh)
-        self._gathered: list[tuple[Family, FlatTensors]] = []
+        self._read: dict[str, FlatTensors] = {}  # of each family with replicas: what the graphs read
         self.values: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
@@ -66,7 +67,7 @@ class ModelState:
             if family.ranks > 1:
                 read = family.buffer(family.dtype, device)
                 read.flat.copy_(whole.flat)
-                self._gathered.append((family, read))
+                self._read[family.name] = read
                 self.values.update(read)
         self.optimizer = AdamW(program.parameters, masters, spec.train.optimizer)
         for family in self.families:
@@ -95,44 +96,57 @@ class ModelState:
         return initial_value(parameter, self.spec.train.seed, dtype, experts)
 
     @torch.no_grad()
-    def commit(
-        self, gradients: GradientBuffers, norm: float, lr: float, expert_counts: Sequence[Sequence[int]] | Tensor | None
-    ) -> None:
+    def commit(self, gradients: GradientBuffers, norm: float, lr: float, expert_counts: Tensor | None) -> None:
         """One step: clips the reduced gradients, which have this finite global norm, and moves parameters, moments and
         biases.
 
-        expert_counts [MoE layers of the model][E]: the choices that fell on each expert in the whole step, over
-        unmasked tokens of all ranks.
+        expert_counts [MoE layers of the model, E] int64 on the device: the choices that fell on each expert in the
+        whole step, over unmasked tokens of all ranks.
         """
         factor = clip_factor(norm, self.spec.train.clip_norm)
-        if factor != 1.0:
-            gradients.scale_shards(factor)
-        self.optimizer.step(gradients.shard, lr)
-        self.refresh()
+        self.optimizer.begin_step()
+        gathering = []
+        for family in self.families:  # while one family's weights are sent round, the next one's are computed
+            names = [p.name for p in family.parameters if p.name in self.optimizer.masters]
+            mine, copies = self._targets(family)
+            self.optimizer.update(names, gradients.shard, lr, factor, copies)
+            if mine is not None:
+                gathering.append((self._gather(family, mine), mine))
+        for work, _ in gathering:
+            work.wait()
+        self._send_tied()
         if self._biases:
             assert self.spec.model.moe is not None
             assert expert_counts is not None
             rate = self.spec.model.moe.router.bias_update_rate
             for name, layer in self._biases.items():
-                counts = torch.as_tensor(expert_counts[layer], dtype=torch.int64, device=self.device)
-                self.values[name].copy_(updated_bias(self.values[name], counts, rate))
+                self.values[name].copy_(updated_bias(self.values[name], expert_counts[layer], rate))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Writes the masters into what the graphs read, on all ranks. Collective."""
-        self.optimizer.write_compute_copies(self._copies)
-        for family, read in self._gathered:
-            self._gather(family, read)
+        for family in self.families:
+            mine, copies = self._targets(family)
+            self.optimizer.write_compute_copies(copies)
+            if mine is not None:
+                self._gather(family, mine).wait()
         self._send_tied()
 
-    def _gather(self, family: Family, read: FlatTensors) -> None:
-        """The values of a family from the masters of all its shards."""
-        size = read.flat.numel() // family.ranks
+    def _targets(self, family: Family) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(this rank's shard of what the graphs read, to be sent round, if there are replicas; where each new master
+        goes, rounded)."""
+        if family.ranks == 1:
+            names = (p.name for p in family.parameters)
+            return None, {name: self._copies[name] for name in names if name in self._copies}
+        size = self._read[family.name].flat.numel() // family.ranks
         mine = torch.zeros(size, dtype=family.dtype, device=self.device)
-        for piece in pieces(family, read):
-            mine[piece.place :][: piece.stop - piece.start].copy_(self.optimizer.masters[piece.name])
+        found = pieces(family, self._read[family.name])
+        return mine, {piece.name: mine[piece.place :][: piece.stop - piece.start] for piece in found}
+
+    def _gather(self, family: Family, mine: Tensor) -> Any:
+        """Starts to gather the values of a family from the shards of all its replicas."""
         assert family.group is not None
-        all_gather(read.flat, mine, family.group)
+        return all_gather(self._read[family.name].flat, mine, family.group)
 
     def _send_tied(self) -> None:
         """The new value of a tied embedding, from the first stage to the last."""

@@ -11,13 +11,14 @@ An expert that no token visited is no exception: its gradient is zero, so its mo
 is left of them, and weight decay applies. The result is the same however experts are spread over ranks.
 
 Masters and both moments lie in flat buffers. Every element's arithmetic is its own, so a step is bitwise repeatable.
-With `moments: bf16` the moments are widened for the arithmetic of a step and rounded to nearest when they are kept.
+With `moments: bf16` the moments are widened for the arithmetic of a step and rounded to nearest when they are kept. On
+CUDA moegraph's kernel does a step in one pass over memory (`moegraph.kernels.adamw`), elsewhere torch's fused AdamW.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,27 +62,86 @@ class AdamW:
                 raise ValueError(f"master of {name}: {masters[name].dtype} {tuple(masters[name].shape)} does not fit")
             master.copy_(masters[name])
         self.steps = 0
-        self._names: dict[GroupValues, list[str]] = {}
-        for name, values in self.groups.items():
-            self._names.setdefault(values, []).append(name)
         self._counts = torch.zeros(len(shapes), dtype=torch.float32, device=first.device)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One step with the gradient of each trained parameter, already scaled and clipped, at learning rate `lr`."""
-        narrow = self.exp_avg.flat.dtype != self.masters.flat.dtype
+        self.begin_step()
+        self.update(self.masters, gradients, lr)
+
+    def begin_step(self) -> None:
+        """Counts one step; `update` then does it, some parameters at a time."""
+        self.steps += 1
+
+    @torch.no_grad()
+    def update(
+        self,
+        names: Iterable[str],
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        factor: float = 1.0,
+        copies: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The step that was begun, for these parameters: with their gradients times `factor`, at learning rate `lr`;
+        their new masters are also written, rounded, into `copies`."""
+        copies = copies or {}
+        by_values: dict[GroupValues, list[str]] = {}
+        for name in names:
+            by_values.setdefault(self.groups[name], []).append(name)
+        on_gpu = self.masters.flat.device.type == "cuda" and self.masters.flat.dtype == torch.float32
+        for values, members in by_values.items():
+            if on_gpu:
+                self._with_kernel(values, members, gradients, lr, factor, copies)
+            else:
+                self._with_torch(values, members, gradients, lr, factor)
+                self.write_compute_copies({name: copies[name] for name in members if name in copies})
+
+    def _with_kernel(
+        self,
+        values: GroupValues,
+        names: Sequence[str],
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        factor: float,
+        copies: Mapping[str, Tensor],
+    ) -> None:
+        from moegraph.kernels.adamw import adamw as one_pass
+
+        for name in names:
+            one_pass(
+                self.masters[name],
+                gradients[name],
+                self.exp_avg[name],
+                self.exp_avg_sq[name],
+                copies.get(name),
+                factor=factor,
+                lr=lr * values.lr_scale,
+                beta1=self.options.betas[0],
+                beta2=self.options.betas[1],
+                eps=self.options.eps,
+                weight_decay=values.weight_decay,
+                step=self.steps,
+            )
+
+    def _with_torch(
+        self, values: GroupValues, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, factor: float
+    ) -> None:
+        wide = self.masters.flat.dtype
+        narrow = self.exp_avg.flat.dtype != wide
         # Narrow moments are widened parameter by parameter, so that no more than one is there twice.
-        parts = [(v, [n]) for v, names in self._names.items() for n in names] if narrow else self._names.items()
-        for values, names in parts:
-            moments = [[t[name].to(self.masters.flat.dtype) for name in names] for t in (self.exp_avg, self.exp_avg_sq)]
-            self._counts.fill_(self.steps)  # adamw counts each of them up
-            grads = [gradients[name].to(self.masters.flat.dtype) for name in names]
+        for members in [[name] for name in names] if narrow else [list(names)]:
+            exp_avg = [self.exp_avg[name].to(wide) for name in members]
+            exp_avg_sq = [self.exp_avg_sq[name].to(wide) for name in members]
+            grads = [gradients[name].to(wide) for name in members]
+            self._counts.fill_(self.steps - 1)  # adamw counts each of them up
             adamw(
-                [self.masters[name] for name in names],
-                grads,
-                *moments,
+                [self.masters[name] for name in members],
+                grads if factor == 1.0 else [grad * factor for grad in grads],
+                exp_avg,
+                exp_avg_sq,
                 [],
-                list(self._counts[: len(names)].unbind()),
+                list(self._counts[: len(members)].unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=self.options.betas[0],
@@ -92,9 +152,8 @@ class AdamW:
                 maximize=False,
             )
             if narrow:
-                self.exp_avg[names[0]].copy_(moments[0][0])
-                self.exp_avg_sq[names[0]].copy_(moments[1][0])
-        self.steps += 1
+                self.exp_avg[members[0]].copy_(exp_avg[0])
+                self.exp_avg_sq[members[0]].copy_(exp_avg_sq[0])
 
     @torch.no_grad()
     def write_compute_copies(self, copies: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
 """A spec made small enough to be proved on a laptop, with every kind of block and every choice kept.
 
-Sizes shrink (widths, heads, experts, vocabulary, sequence) and the layout becomes one rank; structure does not change:
-the same layers, norms, router, groups, window pattern, shared experts and passes. A token still leaves experts unchosen
+Sizes shrink (widths, heads, experts, vocabulary, sequence); structure does not change: the same layers, norms, router,
+groups, window pattern, shared experts, passes, pipeline stages and transport. Experts are spread over fewer ranks, and
+buckets get room for any routing, so that no row is lost. A token still leaves experts unchosen
 where it did, and heads still share keys where they did. What was made smaller is said in words. The result is loaded
 like any other spec, so it honours every rule of the loader.
 """
@@ -16,13 +17,18 @@ from moegraph.specs.schema import Model, Moe, Spec
 
 SEQ_LEN, SEQUENCES, HEAD_DIM, D_MODEL, D_FF, VOCAB = 48, 2, 16, 64, 32, 96
 EXPERTS, TOP_K, GROUPS, KV_HEADS, HEADS = 8, 4, 4, 2, 4  # at most this many, where the spec allows
+RANKS = 4  # of one expert group
 SMALL_ENOUGH = 4_000_000  # elements of the widest parameters of a block
 
 Shrink = Callable[[dict[str, Any], str, int, str], None]
 
 
-def reduce_spec(spec: Spec) -> tuple[Spec, str]:
-    """The spec to verify and what was reduced ("" when nothing was)."""
+def reduce_spec(spec: Spec, most_ranks: int | None = None) -> tuple[Spec, str]:
+    """The spec to verify and what was reduced ("" when nothing was).
+
+    There is one expert group of a few ranks in each stage. With `most_ranks` an expert group may be that large, and the
+    number of ranks stays where the group divides it.
+    """
     data: dict[str, Any] = spec.model_dump(mode="json", by_alias=True)
     changes: list[str] = []
 
@@ -39,14 +45,25 @@ def reduce_spec(spec: Spec) -> tuple[Spec, str]:
     if window is not None:
         shrink(window, "size", max(data["data"]["seq_len"] // 4, 1), "window")
     del data["train"]["schedule"]  # no graph depends on it, and it need not fit steps that were cut short by --set
-    tokens = data["data"]["seq_len"] * sequences * spec.layout.microbatches
+    layout = data["layout"]
+    experts = data["model"]["moe"]["num_experts"] if spec.model.moe is not None else 1
+    ep = _expert_ranks(spec.layout.ep, experts, most_ranks or RANKS)
+    shrink(layout, "dp", spec.layout.dp // ep * ep if most_ranks else ep, "dp")
+    shrink(layout, "ep", ep, "ep")
+    if ep > 1 and spec.layout.transport != "exact" and layout["capacity"] != ep:
+        changes.append(f"capacity {spec.layout.capacity:g} → {ep}, so that no bucket overflows")
+        layout["capacity"] = ep
+    tokens = data["data"]["seq_len"] * sequences * layout["dp"] * spec.layout.microbatches
     shrink(data["train"], "tokens_per_step", tokens, "tokens_per_step")
-    data["layout"] = {"microbatches": spec.layout.microbatches}
-    if spec.layout.schedule == "gpipe":
-        data["layout"]["schedule"] = "gpipe"
-    if spec.layout.world > 1:
-        changes.append(f"world {spec.layout.world} → 1")
     return load_spec(data), ", ".join(changes)
+
+
+def _expert_ranks(ep: int, experts: int, most: int) -> int:
+    """The largest group, of at most `most` ranks, that holds so many experts evenly; of at least two ranks if ep is."""
+    if ep == 1:
+        return 1
+    fitting = [ranks for ranks in range(2, experts + 1) if experts % ranks == 0]
+    return max((ranks for ranks in fitting if ranks <= min(ep, most)), default=fitting[0])
 
 
 def _elements(model: Model) -> int:

@@ -1,7 +1,8 @@
 """Running a unit's graphs eagerly on given inputs, whatever stage of the pipeline they are at, and recording values.
 
 The result maps what can be compared across passes: every block output and every gradient, by role and name; the
-recording maps node names to values, in the order they were computed.
+recording maps node names to values, in the order they were computed. In a thread that is a rank of a simulated world
+(`moegraph.verify.world`) collectives go through its peers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from moegraph.graph.names import display_name
+from moegraph.errors import CheckFailed
+from moegraph.graph.effects import is_communication
+from moegraph.graph.names import display_name, target_name
 from moegraph.graph.program import Port, Unit, ports
 from moegraph.step.joint import Differentiator, joint_signature
+from moegraph.verify.world import Rank, rank_of_thread
+
+STEP_GRAPHS = ("forward", "backward", "backward_input", "backward_weight", "evaluate")  # in the order they run here
+_C10D = torch.ops._c10d_functional
 
 
 @dataclass
@@ -54,13 +61,23 @@ class _Recording(Differentiator):
     """A differentiator that keeps the forward value of every node."""
 
     def __init__(self, layer: fx.GraphModule, values: dict[str, Any]) -> None:
-        super().__init__(layer)
+        super().__init__(layer, _say_where)
         self.recorded = values
 
     def _forward(self, inputs: dict[Port, Tensor]) -> tuple[dict[fx.Node, Any], list[Any], set[fx.Node]]:
         found = super()._forward(inputs)
         self.recorded.update({display_name(node): value for node, value in found[0].items()})
         return found
+
+
+@contextmanager
+def _say_where(node: fx.Node, direction: str) -> Iterator[None]:
+    """Tells the simulated rank of this thread, if there is one, at which node it is."""
+    rank = rank_of_thread()
+    if rank is not None:
+        name = display_name(node)
+        rank.at(name if direction == "forward" else f"{name}/grad", target_name(node))
+    yield
 
 
 def _value(port: Port, layer: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Tensor:
@@ -78,6 +95,7 @@ def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Executio
     recorded: dict[str, Any] = {}
     given = iter(ports(module, "inputs"))
     results: dict[Port, Tensor] = {}
+    rank = rank_of_thread()
     with torch.no_grad():
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -88,10 +106,25 @@ def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Executio
                 results = {port: values[n] for port, n in zip(ports(module, "outputs"), nodes, strict=True)}
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                values[node] = _call(node, args, kwargs, rank)
                 if node.target is not operator.getitem:
                     recorded[display_name(node)] = values[node]
     return Execution(results, recorded)
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, rank: Rank | None) -> Any:
+    """What a node's operator answers; in a simulated rank its collectives go through the peers."""
+    target: Any = node.target
+    if rank is None or not is_communication(node):
+        return target(*args, **kwargs)
+    rank.at(display_name(node), target_name(node))
+    if target is _C10D.all_to_all_single.default:
+        return rank.all_to_all(*args, **kwargs)
+    if target is _C10D.wait_tensor.default:
+        return args[0].clone()
+    if target_name(node).startswith("moegraph."):  # these look for the peers of their thread themselves
+        return target(*args, **kwargs)
+    raise CheckFailed(f"{display_name(node)} = {target_name(node)} cannot be simulated: verify knows all-to-all only")
 
 
 def _empty(node: fx.Node) -> Tensor:

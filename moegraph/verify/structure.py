@@ -33,7 +33,7 @@ _HOST_SYNC = frozenset(
 _KNOWN_COMMUNICATION = frozenset(
     {
         "all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor",
-        "broadcast", "exact_exchange",
+        "broadcast", "exact_exchange", "direct_dispatch", "direct_take", "direct_return", "direct_put",
     }
 )  # fmt: skip
 _PLAIN = (

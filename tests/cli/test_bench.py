@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_a_layer_without_errors_has_no_error_columns(moegraph: Moegraph) -> None
         (["layer", "--peers", "sonic"], "--peers sonic needs --peers-file FILE"),
         (["layer", "--peers-file", PEERS_FILE, "--device", "cpu"], "--peers NAMES is needed with --peers-file"),
         (["layer", "--graph", "--device", "cpu"], "--graph replays CUDA graphs"),
-        (["step", "presets/olmo3-47b.yaml"], "layout asks for 8 ranks"),
+        (["step", "presets/olmo3-47b.yaml"], "the layout has 8 ranks and no --nproc is given"),
     ],
 )
 def test_a_call_that_cannot_work_is_refused(moegraph: Moegraph, arguments: list[str], sentence: str) -> None:
@@ -105,3 +106,39 @@ def test_a_layer_needs_a_cuda_device_and_says_so(moegraph: Moegraph) -> None:
     done = moegraph("bench", "layer")
     assert done.status == 1
     assert "CUDA" in done.err
+
+
+def test_dispatch_between_two_ranks_is_timed_in_every_way_and_gives_the_same_bits() -> None:
+    """Processes of their own: as from a shell."""
+    sizes = ("--tokens", "32", "--d-model", "16", "--experts", "4", "--top-k", "2", "--repeats", "1")
+    command = [
+        sys.executable,
+        "-m",
+        "moegraph",
+        "bench",
+        "dispatch",
+        "--device",
+        "cpu",
+        "--nproc",
+        "2",
+        *sizes,
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] == {"direct": True, "nccl, sizes read": True}
+    assert len(found["rows"]) == 9
+    assert all(0 < row["least_milliseconds"] <= row["milliseconds"] for row in found["rows"])
+    assert found["shape"]["ranks"] == 2
+    assert {"torch", "triton"} <= found["versions"].keys()
+
+
+def test_dispatch_that_cannot_work_is_refused(moegraph: Moegraph) -> None:
+    for options, said in (
+        (("--experts", "3"), "divide"),
+        (("--experts", "4", "--top-k", "5"), "more than --experts 4"),
+    ):
+        done = moegraph("bench", "dispatch", "--device", "cpu", *options)
+        assert done.status == 2
+        assert said in done.err

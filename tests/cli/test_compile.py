@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moegraph.artifact import read_compiled
+from moegraph.errors import UsageError
 from moegraph.specs import load_spec
 
 from .conftest import Moegraph
@@ -155,8 +157,58 @@ def test_a_pass_file_that_fails_is_named(small: Path, moegraph: Moegraph) -> Non
     assert moegraph("compile", "--pass-file", "absent.py").status == 2
 
 
-def test_other_ranks_and_layouts_are_told_apart_from_what_exists(small: Path, moegraph: Moegraph) -> None:
-    assert moegraph("compile", "--rank", "1").status == 2
-    done = moegraph("compile", "--set", "layout.dp=2", "--set", "layout.ep=2", "--json")
+TWO_BY_TWO = "layout={dp: 2, ep: 2, pp: 2, microbatches: 2, transport: padded}"
+
+
+def test_a_layout_is_compiled_whole_without_a_rank(small: Path, moegraph: Moegraph) -> None:
+    report = moegraph("compile", "--set", TWO_BY_TWO, "--json").json
+    assert (report["rank"], report["world"], report["notes"]) == (None, 4, [])
+    assert [stage["blocks"] for stage in report["stages"]] == [["embedding", "layers.0"], ["layers.1", "head"]]
+    assert report["stages"][0]["collectives"] == []
+    data = json.loads(Path("compiled/moegraph/graph.json").read_text(encoding="utf-8"))
+    assert (
+        data["parameters"]["layers.1.moe.w_up"] | {"shape": [2, 32, 16], "shards": 2}
+        == (data["parameters"]["layers.1.moe.w_up"])
+    )
+
+
+def test_a_rank_gets_the_graphs_of_its_stages_and_their_collectives(small: Path, moegraph: Moegraph) -> None:
+    whole = moegraph("compile", "--set", TWO_BY_TWO, "--json").json
+    done = moegraph("compile", "--set", TWO_BY_TWO, "--rank", "3", "-o", "rank3")
     assert done.status == 0, done.err
-    assert "graphs of the undistributed model" in done.json["notes"][0]
+    assert "rank        3 of 4: stage 1 (layers.1, head)\n" in done.out
+    report = json.loads(Path("rank3/report.json").read_text(encoding="utf-8"))
+    assert (report["rank"], report["world"]) == (3, 4)
+    assert report["stages"] == whole["stages"][1:]
+    (traffic,) = report["stages"][0]["collectives"]
+    assert traffic["group"] == "ep"
+    names = [each["node"].split("_start")[0].split("/")[0] for each in traffic["forward"]]
+    assert names == [f"layers.1.moe.{name}" for name in ("counts", "dispatch", "dispatch_weights", "return")]
+    assert len(traffic["backward"]) == 3
+    assert [each["hash"] for each in report["passes"]] == [each["hash"] for each in whole["passes"]]
+    data = json.loads(Path("rank3/graph.json").read_text(encoding="utf-8"))
+    assert list(data["kinds"]) == ["moe", "head"]
+    assert [each["prefix"] for each in data["instances"]] == ["layers.1", "head"]
+    assert not [name for name in data["parameters"] if name.startswith(("layers.0", "embedding"))]
+    texts = {path.name.split(".")[0] for path in Path("rank3/passes").glob("*/*.txt")}
+    assert texts == {"moe", "head"}
+
+
+def test_training_wants_the_graphs_of_all_ranks(small: Path, moegraph: Moegraph) -> None:
+    assert moegraph("compile", "--set", TWO_BY_TWO, "--rank", "0", "-o", "rank0").status == 0
+    assert not Path(".moegraph/last-compiled").exists()
+    with pytest.raises(UsageError, match="holds the graphs of rank 0 of 4 only, and training needs those of all ranks"):
+        read_compiled(Path("rank0"))
+    assert moegraph("compile", "--rank", "0").status == 0
+    assert Path(".moegraph/last-compiled").exists()
+    read_compiled(Path("compiled/moegraph"))
+
+
+@pytest.mark.parametrize(("options", "valid"), [((), "0"), (("--set", TWO_BY_TWO), "0 to 3")])
+def test_a_rank_that_the_layout_has_not_is_refused(
+    small: Path, moegraph: Moegraph, options: tuple[str, ...], valid: str
+) -> None:
+    done = moegraph("compile", *options, "--rank", "4")
+    assert done.status == 2
+    assert "there is no rank 4" in done.err
+    assert done.err.endswith(f"valid: {valid}\n")

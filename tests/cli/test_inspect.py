@@ -110,7 +110,8 @@ def test_a_difference_as_json_names_what_came(inspect: Moegraph) -> None:
         ("--graph nothing", "there are layer, joint, forward"),
         ("--graph joint --after lower", "there are layer"),
         ("--graph joint --diff canonicalize", "there are layer"),
-        ("--stage 1", "only stage 0"),
+        ("--stage 1", "there is no stage 1: there is only stage 0"),
+        ("--stage -1", "there is no stage -1"),
         ("--grep (", "not a regular expression"),
         ("--full", "--full goes with --diff"),
         ("--router", "--router goes with the folder of a run"),
@@ -123,6 +124,18 @@ def test_what_cannot_be_shown_is_refused(inspect: Moegraph, line: str, says: str
     done = inspect(*line.split())
     assert (done.status, done.out) == (2, "")
     assert says in done.err
+
+
+def test_a_stage_shows_its_own_blocks(inspect: Moegraph) -> None:
+    options = ("--set", "layout={pp: 2, microbatches: 2}", "--stage", "1")
+    lines = inspect(*options, "--grep", "^return").out.splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["# moe / layer — layers.1", "# head / layer — head"]
+    rows = inspect(*options, "--stat", "--json").json["graphs"]
+    assert [(row["kind"], row["instances"]) for row in rows] == [("moe", "layers.1"), ("head", "head")]
+    shown = inspect(*options, "--expand", "--json").json["graphs"]
+    assert [graph["block"] for graph in shown] == ["layers.1", "head"]
+    assert "moe — layers.1\n" in inspect(*options, "--diff", "balance-losses").out
+    assert "stage 1 has no block of kind 'dense': there are moe, head" in inspect(*options, "--kind", "dense").err
 
 
 def test_resolved_prints_every_value_with_its_origin(inspect: Moegraph) -> None:

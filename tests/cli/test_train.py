@@ -144,7 +144,6 @@ def test_a_damaged_report_is_refused(work: Path, moegraph: Moegraph, text: str) 
         ("train --nproc 0", "'--nproc'"),
         ("train --set layout.dp=2", "the layout has 2 ranks and no --nproc is given"),
         ("train text", "no compiled directory"),
-        ("verify --world 2", "parallel layouts do not exist yet"),
     ],
 )
 def test_what_does_not_exist_yet_is_refused(work: Path, moegraph: Moegraph, line: str, says: str) -> None:

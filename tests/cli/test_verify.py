@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moegraph.verify.passes import PassVerdict, VerifyReport
+from moegraph.verify.stages import StageProof
 
 from .conftest import Moegraph
 
@@ -38,3 +39,39 @@ def test_a_breach_ends_with_3_and_names_the_first_node(
     done = moegraph("verify", "--json")
     assert (done.status, done.json["ok"]) == (3, False)
     assert done.json["passes"][1]["output_difference"] is None
+
+
+def test_a_world_is_proved_and_its_layout_and_collectives_are_said(small: Path, moegraph: Moegraph) -> None:
+    done = moegraph("verify", "--world", "2")
+    assert done.status == 0, done.err
+    first, second, *_ = done.out.splitlines()
+    assert first == "proved at world 2 = dp 2 × pp 1, ep 2, transport padded, capacity 2, overflow replay"
+    assert second == (
+        "stage 0 on ranks 0-1 (embedding, layers.0, layers.1, head): group ep, 4 collectives forward and 3 backward "
+        "per micro-batch, in one order on all 2 ranks; no host synchronisation"
+    )
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line}
+    assert rows["dispatch-experts"][1:3] == ["close", "1.0e-04"]
+    assert rows["dispatch-experts"][6:8] == ["found", "ok"]
+    data = moegraph("verify", "--world", "2", "--json").json
+    assert data["layout"] == first.removeprefix("proved at ")
+    assert [(each["group"], each["size"], each["ok"]) for each in data["stages"]] == [("ep", 2, True)]
+
+
+def test_a_stage_that_does_not_hold_ends_with_3(
+    small: Path, moegraph: Moegraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = [StageProof(1, (2, 3), "layers.1", "ep", 2, 4, 3, 0, "collectives differ between ranks: at moe.x")]
+    report = VerifyReport([verdict("canonicalize", 0.0, True, None)], "", layout="world 4", stages=stages)
+    monkeypatch.setattr("moegraph.verify.passes.verify_spec", lambda spec, **_: report)
+    done = moegraph("verify", "--world", "4")
+    assert done.status == 3
+    assert "collectives do not hold: stage 1 on ranks 2-3 (layers.1): collectives differ" in done.err
+    assert moegraph("verify", "--json").json["stages"][0]["ok"] is False
+
+
+@pytest.mark.parametrize("world", ["0", "-1", "4097", "many"])
+def test_a_world_that_cannot_be_is_refused(small: Path, moegraph: Moegraph, world: str) -> None:
+    done = moegraph("verify", "--world", world)
+    assert done.status == 2
+    assert "--world" in done.err

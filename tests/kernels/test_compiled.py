@@ -3,6 +3,7 @@ matrix instruction, asynchronous loads. `test_compiled_tables.py` has more shape
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from triton.backends.nvidia.compiler import get_ptxas
 
 from moegraph.kernels.activation import Activation
-from moegraph.kernels.catalogue import launches
+from moegraph.kernels.adamw import adamw_launch
+from moegraph.kernels.catalogue import exchange_launches, launches
 from moegraph.kernels.chips import CHIPS, Card
-from moegraph.kernels.compiled import compile_launch
+from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import default_config
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.tiles import Schedule
@@ -66,6 +68,13 @@ def test_biases_and_the_clamped_activation_do_not_spill_either(capability: int) 
         assert report.fits, report
 
 
+@pytest.mark.parametrize("capability", CHIPS)
+def test_the_optimizers_kernel_does_not_spill(capability: int) -> None:
+    weight, copy = (torch.empty(4096, dtype=d, device="meta") for d in (torch.float32, torch.bfloat16))
+    options = {"factor": 0.5, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+    assert compile_launch(adamw_launch(weight, weight, weight, copy, copy, **options), capability).fits
+
+
 @pytest.mark.parametrize("name", MEMORY_BOUND)
 def test_what_is_bound_by_memory_does_not_spill(name: str) -> None:
     assert compile_launch(KERNELS[90][name], 90).fits
@@ -78,6 +87,27 @@ def test_choosing_and_sorting_does_not_spill(num_experts: int, capability: int) 
     for name in ROUTING:
         report = compile_launch(kernels[name], capability)
         assert report.fits, report
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize(("num_experts", "ranks", "top_k"), [(32, 2, 4), (1024, 64, 8), (3, 1, 1)])
+def test_writing_rows_to_other_ranks_does_not_spill(num_experts: int, ranks: int, top_k: int, capability: int) -> None:
+    shape = {"tokens": 16384, "d_model": 4096, "num_experts": num_experts, "top_k": top_k, "ranks": ranks}
+    for name, launch in exchange_launches(**shape):
+        assert compile_launch(launch, capability).fits, name
+
+
+def test_rows_travel_in_16_byte_stores_and_signals_are_ordered_across_the_system() -> None:
+    shape = {"tokens": 16384, "d_model": 4096, "num_experts": 32, "top_k": 4, "ranks": 8}
+    ptx = {name: build(launch, 90).asm["ptx"] for name, launch in exchange_launches(**shape)}
+    for name in ("put_rows_only", "take_rows_only", "send_back_only", "sum_slots_only"):
+        stores = re.findall(r"st\.global\S*", ptx[name])
+        assert stores, name
+        assert set(stores) == {"st.global.v4.b32"}, name
+    for name in ("say_arrived", "say_free"):
+        assert "atom.global.sys.release.exch" in ptx[name], name
+    for name in ("wait_for_rows", "wait_until_free"):
+        assert "ld.global.sys.acquire" in ptx[name] or "atom.global.sys.acquire" in ptx[name], name
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -189,8 +189,8 @@ def test_residual_writers_start_smaller_by_depth_unless_told_otherwise() -> None
     assert flat.parameters["layers.1.moe.w_down"].std == plain.parameters["layers.1.moe.w_up"].std == 0.02
 
 
-def test_one_rank_of_one_is_all_there_is_yet() -> None:
+def test_a_rank_that_the_layout_has_not_is_refused() -> None:
     from moegraph.errors import UsageError
 
-    with pytest.raises(UsageError, match="rank 1 of world 2"):
-        compile(small_spec(), rank=1, world=2)
+    with pytest.raises(UsageError, match=r"there is no rank 4: the layout has 4 .*; valid: 0 to 3"):
+        compile(small_spec("layout={dp: 2, pp: 2, microbatches: 2}"), rank=4)

@@ -113,7 +113,7 @@ def run_steps(
             gradients = whole_gradients(engine)
             engine.commit(agreed, 0.01 * (step + 1))
             check_replicas(engine)
-            outcome.numbers.append(vars(agreed))
+            outcome.numbers.append({name: value for name, value in vars(agreed).items() if name != "counts_on_device"})
             outcome.gradients.append(gradients)
         outcome.weights = gather_weights(engine)
         outcome.replays, outcome.capacity = engine.replays, engine.capacity

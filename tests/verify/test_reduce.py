@@ -11,6 +11,7 @@ import pytest
 from moegraph.errors import SpecError
 from moegraph.lowering import lower
 from moegraph.specs import Spec, load_spec
+from moegraph.verify.layout import layout_text, with_world
 from moegraph.verify.passes import verify_spec
 from moegraph.verify.reduce import reduce_spec
 from tests.small_models import small_spec
@@ -52,7 +53,8 @@ def structure(spec: Spec) -> dict[str, Any]:
         "tied": model.tie_embeddings,
         "passes": spec.passes,
         "precision": spec.precision,
-        "microbatches": spec.layout.microbatches,
+        "pipeline": (spec.layout.pp, spec.layout.schedule, spec.layout.stages, spec.layout.microbatches),
+        "dispatch": (spec.layout.ep > 1, spec.layout.transport, spec.layout.overflow),
         "document_mask": spec.data.document_mask,
         "scales": (model.embedding_scale, model.residual_scale, model.logit_scale),
     }
@@ -146,7 +148,7 @@ def random_overrides(seed: int) -> list[str]:
         "norm": {"kind": pick.choice(["none", "sum"])},
         "groups": None if groups is None else {"n": groups, "keep": pick.randint(1, groups)},
     }
-    pp, dp, many = pick.choice([1, 2]), pick.choice([1, 2, 4]), pick.choice([1, 2, 4, 8])
+    pp, dp, many = pick.choice([1, 2]), pick.choice([1, 2, 4, 6]), pick.choice([1, 2, 4, 8])
     schedule = pick.choice(["1f1b", "gpipe", *(["interleaved_1f1b", "zbv_zero_bubble"] if pp == 2 else [])])
     kv_heads = pick.choice([1, 2, 6, 8])
     experts = pick.choice([1, 8, 48, 256])
@@ -156,7 +158,7 @@ def random_overrides(seed: int) -> list[str]:
         f"head_dim: {pick.choice([8, 16, 80, 128])}, rope: {{fraction: {pick.choice([1.0, 0.5, 0.25])}}}}}",
         f"model.moe={{num_experts: {experts}, top_k: {min(experts, pick.choice([1, 2, 6, 8, 48]))}, "
         f"d_ff: {pick.choice([8, 2048])}, router: {router}}}".replace("'", '"').replace("None", "null"),
-        f"layout={{dp: {dp}, pp: {pp}, schedule: {schedule}, microbatches: {many}}}",
+        f"layout={{dp: {dp}, ep: {pick.choice([1, dp])}, pp: {pp}, schedule: {schedule}, microbatches: {many}}}",
         f"data.seq_len={(length := pick.choice([1, 7, 48, 60, 100, 4096]))}",
         f"train.tokens_per_step={length * dp * many * pick.choice([1, 2, 3, 16])}",
     ]
@@ -175,3 +177,53 @@ def test_of_random_specs_every_valid_one_is_reduced_to_a_valid_one() -> None:
         assert load_spec(small.model_dump(mode="json", by_alias=True)) == small
         reduced += 1
     assert reduced >= 30
+
+
+def test_experts_are_spread_over_few_ranks_with_room_for_any_routing() -> None:
+    small, text = reduce_spec(load_spec("presets/olmo3-ultra-2t.yaml"))
+    assert (small.layout.dp, small.layout.ep, small.layout.pp, small.layout.capacity) == (4, 4, 8, 4.0)
+    assert "dp 64 → 4, ep 32 → 4, capacity 1.25 → 4, so that no bucket overflows" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "expected"),
+    [
+        ("{}", 1, "world 1 = dp 1 × pp 1, ep 1"),
+        ("{}", 8, "world 8 = dp 8 × pp 1, ep 8, transport padded, capacity 1.25, overflow replay"),
+        ("{}", 6, "world 6 = dp 6 × pp 1, ep 2, transport padded, capacity 1.25, overflow replay"),
+        ("{dp: 2, ep: 2}", 2, "world 2 = dp 2 × pp 1, ep 2, transport exact"),
+        ("{dp: 2, ep: 2}", 8, "world 8 = dp 8 × pp 1, ep 2, transport exact"),
+        (
+            "{dp: 4, ep: 4, pp: 2, schedule: zbv_zero_bubble, microbatches: 2}",
+            4,
+            "world 4 = dp 2 × pp 2, ep 2, transport exact, schedule zbv_zero_bubble",
+        ),
+        (
+            "{dp: 4, ep: 4, pp: 2, schedule: zbv_zero_bubble, microbatches: 2}",
+            3,
+            "world 3 = dp 3 × pp 1, ep 1",
+        ),
+        ("{dp: 2, ep: 2, transport: padded, capacity: 3, overflow: drop}", 1, "world 1 = dp 1 × pp 1, ep 1"),
+    ],
+)
+def test_a_world_of_another_size_has_a_layout_near_the_specs(layout: str, world: int, expected: str) -> None:
+    spec = small_spec("train.tokens_per_step=128", f"layout={layout}")
+    found = with_world(spec, world)
+    assert layout_text(found.layout) == expected
+    small, _ = reduce_spec(found, most_ranks=world)
+    assert small.layout.world == world
+    assert small.layout.ep == found.layout.ep
+
+
+def test_every_random_spec_has_a_layout_of_every_world() -> None:
+    tried = 0
+    for seed in range(60):
+        try:
+            spec = big(*random_overrides(seed))
+        except SpecError:
+            continue
+        for world in (1, 2, 3, 8, 24):
+            small, _ = reduce_spec(with_world(spec, world), most_ranks=world)
+            assert small.layout.world <= world
+            tried += 1
+    assert tried >= 50
