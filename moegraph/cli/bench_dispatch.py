@@ -55,7 +55,6 @@ def dispatch_command(
     from moegraph.benchmarks.dispatch import time_dispatch
     from moegraph.runtime.device import choose_device
     from moegraph.runtime.mesh import join
-    from moegraph.runtime.symmetric import forget_channels
     from moegraph.specs.schema import Layout
 
     where = choose_device(device)
@@ -71,7 +70,6 @@ def dispatch_command(
             repeats=repeats,
             report=say,
         )
-        forget_channels()
     if ranks[0] == 0 and json:
         print_json(found.to_json())
     elif ranks[0] == 0:

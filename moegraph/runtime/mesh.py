@@ -130,6 +130,10 @@ def join(layout: Layout, rank: int, world: int, device: torch.device) -> Iterato
             named.append(axis)
         yield Mesh(layout.dp, layout.ep, layout.pp, rank, groups)
     finally:
+        if device.type == "cuda":
+            from moegraph.runtime.symmetric import forget_channels
+
+            forget_channels()  # the next run's groups have the same names
         for axis in named:
             forget_process_group(axis)
         dist.destroy_process_group()

@@ -8,7 +8,8 @@ Room: N · (D · bytes per element + 8) for `out`, R · (D · bytes + 4) for `ho
 each layer in a buffer of its own would save the copy, for N · D · 2 bytes of symmetric memory per layer in flight.)
 
 A buffer is made at the first exchange, by all ranks together, and made again, larger, when an exchange needs more (a
-capacity level went up); only then does the host wait. It lives as long as the process, or until `forget_channels`.
+capacity level went up); only then does the host wait. It lives until the run's groups end
+(`moegraph.runtime.mesh.join`). A rank may drop its own before its peers do: they keep it mapped.
 
 With `poison(True)`, for tests, a buffer is filled with NaN before it is said to be free.
 """
@@ -209,7 +210,7 @@ def _first_line(error: Exception) -> str:
 
 
 def forget_channels() -> None:
-    """Drops every channel, as at the end of a run; all ranks have to have finished their exchanges."""
+    """Drops every channel: its group has ended, and this rank has finished its exchanges."""
     _channels.clear()
 
 

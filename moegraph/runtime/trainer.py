@@ -122,7 +122,8 @@ class Trainer:
                     log = stack.enter_context(RunLog(folder, note))
             started = time.perf_counter()
             self._announce(folder)
-            self.engine.decide_overlap(self.loader.step(0))
+            if self.spec.passes.overlap_communication.mode == "auto":
+                self.engine.decide_overlap(self.loader.step(0))
             if log is not None:
                 log.write_manifest(self._manifest(folder))
             first = last = self._validate_first(log)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moegraph import ops
+from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
 
@@ -45,6 +46,30 @@ def experts_backward_arguments() -> tuple[Any, ...]:
     return grad, z, row_weight, w_down, OFFSETS, 0.0, 0.0
 
 
+class Alone:
+    """A group of one rank."""
+
+    def all_to_all(self, x: torch.Tensor, receive: Any, send: Any, group: str) -> torch.Tensor:
+        return x.clone()
+
+
+def plan_arguments(room: int) -> tuple[Any, ...]:
+    """inverse, offsets, counts and room of a group of one rank."""
+    return INVERSE, OFFSETS, ops.counts_for_ranks(OFFSETS, 1), room
+
+
+def direct_metadata(room: int = T * K) -> tuple[torch.Tensor, ...]:
+    """origin, destination, local offsets and counts of a dispatch from one rank to itself."""
+    arguments = plan_arguments(room)
+    destination, local, _ = ops.direct_plan(*arguments)
+    where = (destination, local, arguments[2])
+    with simulated(Alone()):
+        origin = ops.direct_dispatch(*floats((T, D), (T, K)), *where, room, "ep")[2]
+    return origin, *where
+
+
+ROWS, BUCKET = T * K, torch.tensor([3], dtype=torch.int32)
+DIRECT = direct_metadata()
 CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "embedding": (mg.embedding, (torch.tensor([0, 6, 6]), *floats((V, D), grad=True)), ALL),
     "embedding_wgrad": (mg.embedding_wgrad, (*floats((3, D)), torch.tensor([0, 6, 6]), V), NO_GRADIENT),
@@ -62,6 +87,14 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "expert_ffn": (mg.expert_ffn, (*experts(), False), ALL),
     "expert_ffn_dgrad": (mg.expert_ffn_dgrad, experts_backward_arguments(), NO_GRADIENT),
     "expert_bias_wgrad": (mg.expert_bias_wgrad, (*floats((T * K, D)), OFFSETS), NO_GRADIENT),
+    "pack_rows": (mg.pack_rows, (*floats((ROWS, D), grad=True), OFFSETS, 1, 4), ALL),
+    "unpack_rows": (mg.unpack_rows, (*floats((4, D), grad=True), OFFSETS, 1, ROWS), ALL),
+    "exact_exchange": (mg.exact_exchange, (*floats((4, D), grad=True), BUCKET, BUCKET, "ep"), ALL),
+    "direct_plan": (mg.direct_plan, plan_arguments(4), NO_GRADIENT),
+    "direct_dispatch": (mg.direct_dispatch, (*floats((T, D), (T, K), grad=True), *DIRECT[1:], ROWS, "ep"), ALL),
+    "direct_return": (mg.direct_return, (*floats((ROWS, D), grad=True), *DIRECT, K, "ep"), ALL),
+    "direct_put": (mg.direct_put, (*floats((T, D)), *DIRECT[1:], ROWS, "ep"), NO_GRADIENT),
+    "direct_take": (mg.direct_take, (*floats((ROWS, D), (ROWS,)), *DIRECT, K, "ep"), NO_GRADIENT),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }
@@ -70,7 +103,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_registration(name: str) -> None:
     op, arguments, utilities = CALLS[name]
-    torch.library.opcheck(op.default, arguments, test_utils=utilities)
+    with simulated(Alone()):
+        torch.library.opcheck(op.default, arguments, test_utils=utilities)
 
 
 def test_every_registered_operator_is_checked() -> None:

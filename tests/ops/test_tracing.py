@@ -82,9 +82,16 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
 def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     listed = {f.__name__ for f in ops.OPERATORS}
     gradients = {"attention_backward", "cross_entropy_backward", "embedding_wgrad", "gather_weights_backward"}
-    gradients |= {"grouped_mm_dgrad", "grouped_mm_wgrad", "expert_ffn_dgrad", "expert_bias_wgrad"}
-    helpers = {"attention_backend", "grouped_mm_backend", "flops", "Facts"}
-    constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE"}
+    gradients |= {
+        "grouped_mm_dgrad",
+        "grouped_mm_wgrad",
+        "expert_ffn_dgrad",
+        "expert_bias_wgrad",
+        "direct_put",
+        "direct_take",
+    }
+    helpers = {"attention_backend", "bucket_capacity", "grouped_mm_backend", "flops", "Facts"}
+    constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE", "COMMUNICATION", "EXPERT_GROUP"}
     assert listed == set(ops.__all__) - gradients - helpers - constants
     assert {facts.cost for facts in ops.OPERATORS.values()} == {"matmul", "gather", "pointwise"}
     for facts in ops.OPERATORS.values():

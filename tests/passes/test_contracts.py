@@ -15,7 +15,7 @@ from tests.passes.user_passes import pass_class, restored_registry
 from tests.small_models import small_spec
 
 LAYER = ["canonicalize", "balance-losses", "dispatch-experts", "fuse-experts", "split-pipeline"]
-BUILT_IN = [*LAYER, "recompute", "split-backward"]
+BUILT_IN = [*LAYER, "recompute", "overlap-communication", "split-backward"]
 
 
 def made(name: str, level: str = "layer", **declared: Any) -> Pass:
@@ -28,7 +28,8 @@ def ordered(*passes: Pass, after: dict[str, str] | None = None) -> list[str]:
 
 def test_the_built_in_passes_run_in_the_documented_order() -> None:
     assert registry.names() == BUILT_IN
-    assert [p.name for p in passes_for(small_spec("passes.fuse-experts.enabled=true"))] == BUILT_IN
+    everything = "layout={dp: 2, ep: 2}", "passes={fuse-experts: {enabled: true}, overlap-communication: {mode: on}}"
+    assert [p.name for p in passes_for(small_spec(*everything))] == BUILT_IN
 
 
 def test_layer_passes_come_before_step_passes_and_registration_breaks_ties() -> None:

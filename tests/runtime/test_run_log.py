@@ -203,6 +203,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path) -> None:
         flops_per_token=30.0,
         device="cpu",
         tuning_tables={"your table": "ef56"},
+        overlap_seconds={"off": 0.2, "on": 0.1},
         folder=tmp_path,
     )
     with RunLog(tmp_path / "run") as log:
@@ -212,6 +213,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path) -> None:
     assert read["graph_hashes"] == {"lower": "ab12"}
     assert read["data"]["fingerprint"] == "cd34"
     assert read["tuning_tables"] == {"your table": "ef56"}
+    assert read["overlap_seconds"] == {"off": 0.2, "on": 0.1}
     assert read["git"] is None
     assert read["versions"] == versions()
     assert {"python", "torch", "moegraph"} <= read["versions"].keys()

@@ -58,6 +58,7 @@ AROUND = {
     "model.moe.router.norm.mode": ["model.moe.router.norm.kind=sum"],
     "model.moe.shared.gate": ["model.moe.shared.num_experts=1"],
     "model.dense.layers": ["model.dense.d_ff=8", "model.moe=null"],
+    "passes.overlap-communication.mode": ["layout.dp=2", "layout.ep=2"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }
 

@@ -132,6 +132,7 @@ REFUSED = [
         None,
     ),
     (["passes.recompute={policy: full, layers: [9]}"], "passes.recompute.layers", "there is no layer 9", "0 to 3"),
+    (["passes.overlap-communication.mode=on"], "passes.overlap-communication.mode", "no effect with ep 1", "off"),
     (["passes.recompute.layers=[1]"], "passes.recompute.layers", "no effect with policy none", None),
     (["passes.recompute={policy: full, enabled: false}"], "passes.recompute.enabled", "switched off", None),
     (["passes.fuse-experts.recompute=true"], "passes.fuse-experts.recompute", "switched off", None),
