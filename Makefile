@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPEC ?= specs/presets/tiny.yaml
+WORKERS ?= -n 2 --dist loadfile
 
 .PHONY: train compare test test-all lint types install clean
 
@@ -36,10 +37,10 @@ types: $(STAMP)
 	cd $(VENV)/typed && ../bin/mypy --config-file $(CURDIR)/pyproject.toml -p moegraph
 
 test: lint types
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(WORKERS)
 
 test-all: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

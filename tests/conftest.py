@@ -12,6 +12,8 @@ import pytest
 # Before torch is imported, here and in every process that a test starts: threads that wait sleep. By default they spin,
 # and small tests take two to twenty times as long when another process wants a core. The numbers are the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several tests run at once: a thread for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GOLDEN = Path(__file__).parent / "golden"
 

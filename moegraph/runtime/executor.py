@@ -17,13 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moegraph.graph.program import Instance, Port, Program
+from moegraph.graph.program import Instance, Port, Program, Unit
 from moegraph.runtime.bind import BoundGraph, CompileMode
 from moegraph.runtime.gradients import GradientBuffers
 
 HIDDEN, LOSS, OVERFLOW = "hidden", "loss", "overflow"
-GRAPHS = ("forward", "backward", "evaluate")
-SPLIT_GRAPHS = ("backward_input", "backward_weight")
 
 
 @dataclass
@@ -55,6 +53,18 @@ class Activations:
         return next(out[Port("loss", LOSS)] for out in reversed(self.outputs) if Port("loss", LOSS) in out)
 
 
+class _BoundGraphs(dict[str, BoundGraph]):
+    """The graphs of one kind by name, each bound when it is first wanted: most schedules do not split the backward."""
+
+    def __init__(self, unit: Unit, device: torch.device, mode: CompileMode) -> None:
+        super().__init__()
+        self._unit, self._device, self._mode = unit, device, mode
+
+    def __missing__(self, name: str) -> BoundGraph:
+        self[name] = BoundGraph(f"{self._unit.kind}/{name}", self._unit.graphs[name], self._device, self._mode)
+        return self[name]
+
+
 class Executor:
     """Bound graphs of every kind and the loop over instances.
 
@@ -78,11 +88,7 @@ class Executor:
         }
         kinds = {each.kind for blocks in self.stages.values() for _, each in blocks}
         self.graphs: dict[str, dict[str, BoundGraph]] = {
-            kind: {
-                name: BoundGraph(f"{kind}/{name}", unit.graphs[name], device, mode) for name in (*GRAPHS, *SPLIT_GRAPHS)
-            }
-            for kind, unit in program.units.items()
-            if kind in kinds
+            kind: _BoundGraphs(unit, device, mode) for kind, unit in program.units.items() if kind in kinds
         }
         self._one = torch.ones((), dtype=_loss_dtype(program), device=device)
 

@@ -231,14 +231,13 @@ class Trainer:
 
         total, active = count_parameters(self.program)
         note: Callable[[str], None] = self.progress.note
-        graphs = sum(len(unit) for unit in self.engine.executor.graphs.values())
         note(
             f"model: {total:,} parameters, {active:,} active, {self.flops_per_token / 1e9:.4g} GFLOP per token; "
             f"auxiliary: {definition(self.spec)}"
         )
         note(
             f"run: {folder}, {device_name(self.device)}, compute {self.spec.precision.compute}, "
-            f"{len(self.program.units)} kinds of block, {graphs} graphs, {self.spec.train.compile}"
+            f"{len(self.program.units)} kinds of block, {self.spec.train.compile}"
         )
         layout = self.spec.layout
         if layout.world > 1:

@@ -29,8 +29,15 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(f"{k}{v}" for k, v in each.items()))
-@pytest.mark.parametrize("policy", ["none", "full"])
+EVERY_DAY = [(LAYOUTS[2], "full"), (LAYOUTS[3], "none")]
+CASES = [
+    pytest.param(layout, policy, marks=() if (layout, policy) in EVERY_DAY else pytest.mark.slow)
+    for layout in LAYOUTS
+    for policy in ("none", "full")
+]
+
+
+@pytest.mark.parametrize(("layout", "policy"), CASES)
 def test_steps_are_bitwise_those_of_padded(ranks: RankPool, layout: dict[str, Any], policy: str) -> None:
     world = layout["dp"] * layout.get("pp", 1)
     direct, padded = (

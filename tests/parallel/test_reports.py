@@ -20,11 +20,11 @@ def engine_of(spec: Any, mesh: Any) -> Engine:
     return Engine(spec, CPU, mesh, compiled_once(spec.model_dump_json(by_alias=True)))
 
 
-@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("ep", [1])
 def test_a14_a15_a19_expert_gradients_and_the_norm_do_not_depend_on_where_experts_live(
     ranks: RankPool, ep: int
 ) -> None:
-    """(4, 2) is in the covering set. With ep 1 experts are replicated over all ranks and reduced over all."""
+    """ep 2 and 4 are in the covering set. With ep 1 experts are replicated over all ranks and reduced over all."""
     (expected,) = ranks.run(1, run_steps, layout_spec(), 1)
     found = ranks.run(4, run_steps, layout_spec(dp=4, ep=ep), 1)[0]
     compare(found, expected)
