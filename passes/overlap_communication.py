@@ -17,6 +17,7 @@ faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -109,25 +110,19 @@ def _before(node: fx.Node, wait: fx.Node, order: dict[fx.Node, int]) -> bool:
 
 def _depending(root: fx.Node) -> set[fx.Node]:
     """What depends on a node."""
-    found: set[fx.Node] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user not in found:
-                found.add(user)
-                stack.append(user)
-    return found
+    return _reached(root, lambda node: node.users)
 
 
 def _needed(root: fx.Node) -> set[fx.Node]:
     """What a node depends on."""
+    return _reached(root, lambda node: node.all_input_nodes)
+
+
+def _reached(root: fx.Node, onwards: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     stack = [root]
     while stack:
-        node = stack.pop()
-        for needed in node.all_input_nodes:
-            if needed not in found:
-                found.add(needed)
-                stack.append(needed)
+        new = [node for node in onwards(stack.pop()) if node not in found]
+        found.update(new)
+        stack += new
     return found

@@ -11,10 +11,11 @@ from torch import Tensor
 from moegraph.compiled import Compiled, compile
 from moegraph.data.loader import StepBatch
 from moegraph.graph.program import Program
+from moegraph.runtime.computed import Computed
 from moegraph.runtime.executor import Executor
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.initialise import initial_values
-from moegraph.runtime.step import Computed, StepComputer
+from moegraph.runtime.step import StepComputer
 from moegraph.specs import Spec, load_spec
 
 VOCAB, SEQ_LEN, SEQUENCES = 64, 16, 4

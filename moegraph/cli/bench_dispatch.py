@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated, Literal
 
 import typer
 
-from moegraph.cli.launch import LAUNCHED, environment_ranks, launch, watch_launcher
+from moegraph.cli.launch import LAUNCHED, environment_ranks, watch_launcher
 from moegraph.cli.options import Json
 from moegraph.cli.output import print_json, print_table, say
+from moegraph.cli.ranks import start_ranks
 from moegraph.errors import RunError, UsageError
 
 WRONG = 3
@@ -46,8 +46,7 @@ def dispatch_command(
     if ranks is None:
         sizes = {"tokens": tokens, "d-model": d_model, "experts": experts, "top-k": top_k, "capacity": capacity}
         options = [f"--{name}={value}" for name, value in {**sizes, "repeats": repeats, "device": device}.items()]
-        options += ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
-        return launch([sys.executable, "-m", "moegraph", "bench", "dispatch", *options], world)
+        return start_ranks(world, ["bench", "dispatch", *options, *["--json"] * json])
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moegraph.runtime.computed import LOST, ROUTING, Computed
 from moegraph.runtime.mesh import Mesh
-from moegraph.runtime.step import LOST, ROUTING, Computed
 
 _SCALARS = ("loss", "balance", "z", "sum_of_squares")
 

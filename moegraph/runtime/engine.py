@@ -24,12 +24,13 @@ from moegraph.graph.placement import stages_of_rank
 from moegraph.graph.program import Program, ports
 from moegraph.runtime.agree import Agreed, agree
 from moegraph.runtime.collectives import during
+from moegraph.runtime.computed import Computed
 from moegraph.runtime.executor import Executor
 from moegraph.runtime.gradient_norm import sum_of_squares
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.mesh import SINGLE, Mesh
 from moegraph.runtime.model_state import ModelState, master_dtype
-from moegraph.runtime.step import Computed, StepComputer
+from moegraph.runtime.step import StepComputer
 from moegraph.specs.schema import Spec
 
 _MEASURED = 3  # compute phases of each kind that `decide_overlap` times

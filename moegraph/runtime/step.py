@@ -7,7 +7,6 @@ with the other ranks and committing, is in `agree` and `model_state`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,54 +15,13 @@ from torch import Tensor
 from moegraph.data.loader import StepBatch
 from moegraph.errors import UsageError
 from moegraph.graph.program import Program, ports
+from moegraph.runtime.computed import Computed, Parts
 from moegraph.runtime.executor import Activations, Executor
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.mesh import SINGLE, Mesh
 from moegraph.runtime.pipeline import Pipeline
 from moegraph.specs.schema import Spec
 from moegraph.step.auxiliary import OUTPUTS, AuxiliaryRule
-
-ROUTING = ("expert_counts", "probability_sum", "router_entropy")
-LOST = ("overflow", "dropped")  # rows that did not fit: the step does not count; choices dropped by rule
-
-
-@dataclass
-class Computed:
-    """What the compute phase of a step found on this rank, still on the device.
-
-    `loss` is this rank's part of the mean cross entropy of the step's valid targets; `balance` and `z` are what its
-    auxiliary losses add to it, coefficients included. Ranks just add up. `metrics` maps a name of ROUTING or LOST to
-    {place of a block in the model: sum over micro-batches} (the entropy: times tokens).
-    """
-
-    loss: Tensor
-    balance: Tensor
-    z: Tensor
-    tokens: int  # unmasked tokens of the whole step
-    metrics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-
-    def stacked(self, name: str) -> Tensor | None:
-        """A metric over the MoE layers of this rank, in order: expert_counts [L, E], router_entropy [L] as a mean."""
-        found = self.metrics.get(name)
-        if not found:
-            return None
-        values = torch.stack([found[place] for place in sorted(found)])
-        return values / max(self.tokens, 1) if name == "router_entropy" else values
-
-    @property
-    def expert_counts(self) -> Tensor | None:
-        """[MoE layers of this rank, E] int64."""
-        return self.stacked("expert_counts")
-
-    @property
-    def probability_sum(self) -> Tensor | None:
-        """[MoE layers of this rank, E]."""
-        return self.stacked("probability_sum")
-
-    @property
-    def router_entropy(self) -> Tensor | None:
-        """[MoE layers of this rank]."""
-        return self.stacked("router_entropy")
 
 
 class StepComputer:
@@ -196,7 +154,7 @@ class _Running:
         self._placed: dict[int, dict[str, Tensor]] = {}
         self._kept: dict[tuple[int, int], Activations] = {}
         self._known_tangents: dict[tuple[int, int], dict[tuple[int, str], Tensor]] = {}
-        self.parts = _Parts(computer.device)
+        self.parts = Parts(computer.device)
 
     def run_one_stage(self, all_forwards_first: bool) -> None:
         """Every micro-batch through the whole model."""
@@ -311,33 +269,3 @@ def _hidden_dtype(program: Program) -> torch.dtype:
     node = next(iter(program.units["embedding"].graphs["forward"].graph.find_nodes(op="output")))
     dtype: torch.dtype = node.meta["val"][0].dtype
     return dtype
-
-
-class _Parts:
-    """Sums over micro-batches of what a rank reports."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.loss: Tensor | None = None
-        self.auxiliary: dict[str, Tensor] = {}
-        self.metrics: dict[str, dict[int, Tensor]] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        self.auxiliary[name] = self.auxiliary[name] + value if name in self.auxiliary else value
-
-    def collect(self, activations: Activations) -> None:
-        if activations.hidden is None:
-            loss = activations.loss
-            self.loss = loss if self.loss is None else self.loss + loss
-        for name in (*ROUTING, *LOST):
-            found = self.metrics.setdefault(name, {})
-            for place, value in activations.metrics(name):
-                # The entropy is a mean over a micro-batch's tokens: weighed by them, ranks and micro-batches add up.
-                part = value * activations.unmasked_tokens if name == "router_entropy" else value
-                found[place] = found[place] + part if place in found else part
-
-    def finish(self, tokens: int) -> Computed:
-        zero = torch.zeros((), device=self.device)
-        loss = self.loss if self.loss is not None else zero
-        balance, z = self.auxiliary.get("balance", zero), self.auxiliary.get("z", zero)
-        return Computed(loss, balance, z, tokens, {name: found for name, found in self.metrics.items() if found})

@@ -14,9 +14,10 @@ from torch import Tensor
 from moegraph.compiled import Compiled, compile
 from moegraph.data.loader import StepBatch
 from moegraph.graph.program import Port
+from moegraph.runtime.computed import Computed
 from moegraph.runtime.executor import HIDDEN, Activations, Executor
 from moegraph.runtime.gradients import GradientBuffers
-from moegraph.runtime.step import Computed, StepComputer
+from moegraph.runtime.step import StepComputer
 from tests.small_models import CPU, VOCAB, compute_step, random_batch, relative_error, small_spec, start_values
 
 BALANCE_OFF = "model.moe.balance={coef: 0, z_coef: 0}"

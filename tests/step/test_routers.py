@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
+from moegraph.runtime.computed import Computed
 from moegraph.runtime.gradients import GradientBuffers
-from moegraph.runtime.step import Computed
 from moegraph.specs import Spec
 from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 from tests.step.kinds import ONE_LAYER, SIGMOID, R
