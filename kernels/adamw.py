@@ -4,8 +4,8 @@
     w ← (1 - r d) w - r / (1 - β1ᵗ) · m / (sqrt(v) / sqrt(1 - β2ᵗ) + eps)     copy ← w, rounded
 
 Gradients are clipped by `factor` as they are read, and the weight that the graphs read is written in the same pass:
-28 bytes an element plus the copy, for fp32 masters and moments, where torch's fused AdamW with clipping before and a
-copy after moves 44. The gradient is left as it is. Arithmetic is fp32; every element's is its own.
+30 bytes an element with a bf16 copy, for fp32 masters and moments, where torch's fused AdamW with clipping before and a
+copy after moves 42. The gradient is left as it is. Arithmetic is fp32; every element's is its own.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def this_rank(world: int, nproc: int | None) -> tuple[int, int] | None:
         how = "no --nproc is given" if nproc is None else f"--nproc is {nproc}"
         raise UsageError(
             f"the layout has {world} ranks and {how}: --nproc {world} starts them on this host; on several hosts, "
-            "torchrun starts `-m moegraph train`"
+            "torchrun starts the same command with `-m moegraph`"
         )
     return None
 

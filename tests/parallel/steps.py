@@ -133,7 +133,8 @@ def enlarge(engine: Engine, scale: float, start: Mapping[str, Tensor] | None = N
 
 
 def pretend_overflow(engine: Engine) -> None:
-    """Every agreement at a rung below the last says that rows found no place."""
+    """Every agreement at a rung below the last of a ladder of four says that rows found no place."""
+    engine.ladder = [1.0, 2.0, 3.0, 4.0]
     agree = engine.agree
 
     def pretending(computed: Any) -> Any:

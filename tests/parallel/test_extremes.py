@@ -54,11 +54,12 @@ def one_sided(rank: int, spec: Any) -> Outcome:
 
 
 def test_three_forced_replays_leave_everything_as_without_them(ranks: RankPool) -> None:
-    """The ladder 0.5 … : every rung is used, and biases, data and numbers are those of a run that needed none."""
+    """Every rung of a ladder of four is used, and biases, data and numbers are those of a run that needed none."""
     ladder = {"dp": 4, "ep": 4, "transport": "padded", "capacity": 1.0}
     expected = ranks.run(4, run_steps, layout_spec(dp=4, ep=4, transport="padded", capacity=4.0))[0]
     found = ranks.run(4, forced_replays, layout_spec(**ladder))[0]
-    assert found.replays == 2 == len(capacity_ladder(layout_spec(**ladder))) - 1
+    assert found.replays == 3
+    assert capacity_ladder(layout_spec(**ladder)) == [1.0, 2.0, 4.0]
     compare(found, expected, 1e-12)
 
 

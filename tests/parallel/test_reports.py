@@ -45,7 +45,7 @@ def test_a6_a7_balance_losses_act_once_with_recomputation_and_under_any_layout(r
     assert error(again.gradients[0][name], with_it.gradients[0][name]) < 1e-10
 
 
-def test_a17_a_nan_on_the_last_rank_alone_stops_every_rank_before_anything_changes(ranks: RankPool) -> None:
+def test_a17_a_nan_on_the_last_rank_alone_is_what_every_rank_agrees_on_and_nothing_has_changed(ranks: RankPool) -> None:
     said = ranks.run(2, nan_on_last_rank, layout_spec(dp=2, ep=2))
     assert said == ["nan", "nan"]
 

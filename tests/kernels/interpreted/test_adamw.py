@@ -32,6 +32,12 @@ def test_three_steps_are_those_of_the_reference(count: int, moments: torch.dtype
         assert torch.equal(copies[0], mine[0])
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*given: object, **options: object) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr("moegraph.kernels.adamw.adamw_launch", launched)
     empty = torch.empty(0)
     adamw(empty, empty, empty, empty, None, step=1, **OPTIONS)
+    with pytest.raises(AssertionError, match="launched"):
+        adamw(*[torch.ones(1)] * 4, None, step=1, **OPTIONS)
