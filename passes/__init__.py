@@ -9,6 +9,7 @@ from moegraph.passes.registry import registry
 from moegraph.passes import (  # isort: skip
     canonicalize,
     balance_losses,
+    chunk_experts,
     dispatch_experts,
     fuse_experts,
     split_pipeline,
@@ -23,6 +24,7 @@ __all__ = [
     "PassResult",
     "balance_losses",
     "canonicalize",
+    "chunk_experts",
     "dispatch_experts",
     "fuse_experts",
     "overlap_communication",

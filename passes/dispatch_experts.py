@@ -32,6 +32,7 @@ from torch import fx
 
 from moegraph import ops
 from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
 from moegraph.passes.registry import registry
@@ -70,22 +71,39 @@ class DispatchExperts(Pass):
         routes = rewriter.find(ops.sort_by_expert)
         if not routes:
             return PassResult(unit, note="no experts in this block")
-        (sort,) = routes
         kind = _Direct if self.transport == "direct" else _Dispatch
-        kind(rewriter, sort, self).rewrite()
+        dispatches = [kind(rewriter, sort, self) for sort in routes]  # one, or with chunk-experts one per run of tokens
+        for dispatch in dispatches:
+            dispatch.rewrite()
+        _report(rewriter, "dropped", [each.dropped for each in dispatches])
+        _report(rewriter, "overflow", [each.overflow for each in dispatches])
         return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
 
 
+def _report(rewriter: Rewriter, name: str, counts: list[fx.Node | None]) -> None:
+    """Makes the sum of these counts an output of the block, where they were counted."""
+    found = [count for count in counts if count is not None]
+    if not found:
+        return
+    total = found[0]
+    for count in found[1:]:
+        total = rewriter.call_before(rewriter.output_node(), f"moe.{name}_total", ops.add, total, count)
+    rewriter.set_output("metric", name, total)
+
+
 class _Dispatch:
-    """The rewrite of one block."""
+    """The rewrite of one block's experts, or of one run of its tokens. `overflow` and `dropped` are what it counts."""
 
     def __init__(self, rewriter: Rewriter, sort: fx.Node, options: DispatchExperts) -> None:
         self.rewriter, self.sort, self.options = rewriter, sort, options
         taken = rewriter.results(sort)
         self.order, self.inverse, self.offsets = taken[0], taken[1], taken[2]
-        (self.rows,) = rewriter.find(ops.permute)
-        (self.row_weight,) = rewriter.find(ops.gather_weights)
-        (self.combine,) = rewriter.find(ops.combine)
+        (self.rows,) = (node for node in rewriter.find(ops.permute) if self.order in node.args)
+        (self.row_weight,) = (node for node in rewriter.find(ops.gather_weights) if self.order in node.args)
+        (self.combine,) = (node for node in rewriter.find(ops.combine) if self.order in node.args)
+        self.prefix = display_name(sort).removesuffix(".sort")  # `moe`, or `moe.chunk0` for one run of tokens
+        self.overflow: fx.Node | None = None
+        self.dropped: fx.Node | None = None
         self.count = int(self.rows.meta["val"].shape[0])
         if options.transport == "exact":
             self.capacity = self.count
@@ -109,11 +127,11 @@ class _Dispatch:
         self._homeward(local)
         self.rewriter.evaluate_again()
         if self.options.transport != "exact" and not self.options.drop:
-            self.rewriter.set_output("metric", "overflow", self._lost())
+            self.overflow = self._lost()
 
     def _lost(self) -> fx.Node:
         """How many rows found no place."""
-        return self._call("moe.overflow", ops.overflow, self.offsets, **self._buckets())
+        return self._call("overflow", ops.overflow, self.offsets, **self._buckets())
 
     def _expert_region(self) -> list[fx.Node]:
         """Nodes between permute and combine, in order."""
@@ -140,7 +158,7 @@ class _Dispatch:
         return {"ranks": self.options.ep, "capacity": self.capacity}
 
     def _call(self, name: str, target: Any, *args: Any, anchor: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-        return self.rewriter.call_before(anchor or self.after, name, target, *args, **kwargs)
+        return self.rewriter.call_before(anchor or self.after, f"{self.prefix}.{name}", target, *args, **kwargs)
 
     def _shard(self, weight: fx.Node) -> None:
         parameter = self.rewriter.module.meta["parameters"][weight.target]
@@ -153,42 +171,41 @@ class _Dispatch:
         ids, experts = self.sort.args[0], self.sort.args[1]
         weights = self.row_weight.args[0]
         options = {"num_experts": experts, **self._buckets()}
-        kept = self._call("moe.kept", ops.drop_overflow, ids, weights, anchor=self.sort, **options)
+        kept = self._call("kept", ops.drop_overflow, ids, weights, anchor=self.sort, **options)
         self.sort.replace_input_with(ids, kept)  # type: ignore[arg-type]
-        dropped = self._call("moe.dropped", ops.count_dropped, ids, kept)
-        self.rewriter.set_output("metric", "dropped", dropped)
+        self.dropped = self._call("dropped", ops.count_dropped, ids, kept)
 
     def _outward(self) -> dict[fx.Node, fx.Node]:
         """Rows and weights to their experts' ranks. Maps what the experts read to what they are to read."""
         ep, one = self.options.ep, [1] * self.options.ep
-        counts = self._call("moe.send_counts", ops.expert_counts_to_send, self.offsets, **self._buckets())
-        arrived = self._exchange("moe.counts", counts, one)
+        counts = self._call("send_counts", ops.expert_counts_to_send, self.offsets, **self._buckets())
+        arrived = self._exchange("counts", counts, one)
         self.sent = self.received = None
         if self.options.transport == "exact":
-            self.sent = self._call("moe.rows_sent", ops.rows_per_rank, counts)
-            self.received = self._call("moe.rows_received", ops.rows_per_rank, arrived)
-        rows = self._call("moe.packed_rows", ops.pack_rows, self.rows, self.offsets, **self._buckets())
-        there = self._exchange("moe.dispatch", rows, [self.capacity] * ep, self.sent, self.received)
-        column = self._call("moe.weight_column", ops.as_column, self.row_weight)
-        weights = self._call("moe.packed_weights", ops.pack_rows, column, self.offsets, **self._buckets())
-        weights_there = self._exchange("moe.dispatch_weights", weights, [self.capacity] * ep, self.sent, self.received)
-        experts = self._call("moe.received_experts", ops.received_experts, arrived, self.capacity)
+            self.sent = self._call("rows_sent", ops.rows_per_rank, counts)
+            self.received = self._call("rows_received", ops.rows_per_rank, arrived)
+        rows = self._call("packed_rows", ops.pack_rows, self.rows, self.offsets, **self._buckets())
+        there = self._exchange("dispatch", rows, [self.capacity] * ep, self.sent, self.received)
+        column = self._call("weight_column", ops.as_column, self.row_weight)
+        weights = self._call("packed_weights", ops.pack_rows, column, self.offsets, **self._buckets())
+        weights_there = self._exchange("dispatch_weights", weights, [self.capacity] * ep, self.sent, self.received)
+        experts = self._call("received_experts", ops.received_experts, arrived, self.capacity)
         local_count = int(self.offsets.meta["val"].shape[0]) // ep
-        sort = self._call("moe.local_sort", ops.sort_by_expert, experts, local_count)
+        sort = self._call("local_sort", ops.sort_by_expert, experts, local_count)
         names = ("order", "inverse", "offsets")
-        self.local = [self._call(f"moe.local_{n}", operator.getitem, sort, i) for i, n in enumerate(names)]
-        local_rows = self._call("moe.local_rows", ops.permute, there, *self.local, top_k=1)
-        local_weight = self._call("moe.local_row_weight", ops.gather_weights, weights_there, *self.local)
+        self.local = [self._call(f"local_{n}", operator.getitem, sort, i) for i, n in enumerate(names)]
+        local_rows = self._call("local_rows", ops.permute, there, *self.local, top_k=1)
+        local_weight = self._call("local_row_weight", ops.gather_weights, weights_there, *self.local)
         return {self.rows: local_rows, self.row_weight: local_weight, self.offsets: self.local[2]}
 
     def _homeward(self, local: dict[fx.Node, fx.Node]) -> None:
         """Results back to the ranks their rows came from."""
         (result,) = [n for n in self.combine.all_input_nodes if n not in (self.order, self.inverse, self.offsets)]
-        placed = self._call("moe.local_results", ops.combine, result, *self.local, anchor=self.combine, top_k=1)
+        placed = self._call("local_results", ops.combine, result, *self.local, anchor=self.combine, top_k=1)
         size = [self.capacity] * self.options.ep
-        back = self._exchange("moe.return", placed, size, self.received, self.sent, anchor=self.combine)
+        back = self._exchange("return", placed, size, self.received, self.sent, anchor=self.combine)
         ranks: dict[str, Any] = {"ranks": self.options.ep, "count": self.count}
-        rows = self._call("moe.returned", ops.unpack_rows, back, self.offsets, anchor=self.combine, **ranks)
+        rows = self._call("returned", ops.unpack_rows, back, self.offsets, anchor=self.combine, **ranks)
         self.combine.replace_input_with(result, rows)
 
     def _exchange(
@@ -220,31 +237,31 @@ class _Direct(_Dispatch):
 
     def _outward(self) -> dict[fx.Node, fx.Node]:
         ep, x, weights = self.options.ep, self.rows.args[0], self.row_weight.args[0]
-        told = self._call("moe.counts_told", ops.counts_for_ranks, self.offsets, ep)
-        self.counts = self._exchange("moe.counts", told, [1] * ep)
+        told = self._call("counts_told", ops.counts_for_ranks, self.offsets, ep)
+        self.counts = self._exchange("counts", told, [1] * ep)
         room = ep * self.capacity
-        plan = self._call("moe.plan", ops.direct_plan, self.inverse, self.offsets, self.counts, room)
+        plan = self._call("plan", ops.direct_plan, self.inverse, self.offsets, self.counts, room)
         names = ("destination", "local_offsets", "overflow")
-        self.destination, self.local_offsets, self.overflow = (
-            self._call(f"moe.{name}", operator.getitem, plan, i) for i, name in enumerate(names)
+        self.destination, self.local_offsets, self.lost = (
+            self._call(f"{name}", operator.getitem, plan, i) for i, name in enumerate(names)
         )
         where = (self.destination, self.local_offsets, self.counts)
-        sent = self._call("moe.dispatch", ops.direct_dispatch, x, weights, *where, room, ops.EXPERT_GROUP)
-        arrived = self._call("moe.arrived", operator.getitem, sent, 0)
-        weight = self._call("moe.local_row_weight", operator.getitem, sent, 1)
-        self.origin = self._call("moe.origin", operator.getitem, sent, 2)
-        numbers = self._call("moe.local_order", ops.row_numbers, arrived)
-        rows = self._call("moe.local_rows", ops.permute, arrived, numbers, numbers, self.local_offsets, top_k=1)
+        sent = self._call("dispatch", ops.direct_dispatch, x, weights, *where, room, ops.EXPERT_GROUP)
+        arrived = self._call("arrived", operator.getitem, sent, 0)
+        weight = self._call("local_row_weight", operator.getitem, sent, 1)
+        self.origin = self._call("origin", operator.getitem, sent, 2)
+        numbers = self._call("local_order", ops.row_numbers, arrived)
+        rows = self._call("local_rows", ops.permute, arrived, numbers, numbers, self.local_offsets, top_k=1)
         return {self.rows: rows, self.row_weight: weight, self.offsets: self.local_offsets}
 
     def _homeward(self, local: dict[fx.Node, fx.Node]) -> None:
         (result,) = [n for n in self.combine.all_input_nodes if n not in (self.order, self.inverse, self.offsets)]
         where = (self.origin, self.destination, self.local_offsets, self.counts)
         top_k = self.rows.kwargs["top_k"]
-        out = self._call("moe.return", ops.direct_return, result, *where, top_k, ops.EXPERT_GROUP, anchor=self.combine)
+        out = self._call("return", ops.direct_return, result, *where, top_k, ops.EXPERT_GROUP, anchor=self.combine)
         self.rewriter.replace(self.combine, out)
         for unused in (self.rows, self.row_weight, self.order):
             self.rewriter.graph.erase_node(unused)
 
     def _lost(self) -> fx.Node:
-        return self.overflow
+        return self.lost

@@ -75,12 +75,18 @@ class FuseExperts(Pass):
         ends = rewriter.find(ops.combine) + rewriter.find(ops.direct_return)
         if not ends:
             return PassResult(unit, note="no experts in this block")
+        note = ""
         for end in ends:
+            if end.args[0].target is ops.unpack_rows:  # type: ignore[union-attr]
+                continue  # rows that came back from other ranks: the experts are before the exchange
             region = _match(end)
             if isinstance(region, str):
-                return PassResult(unit, note=f"left as it is: {region}")
-            _fuse(rewriter, end, region, self.recompute)
-        return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
+                note = f"left as it is: {region}"
+            else:
+                _fuse(rewriter, end, region, self.recompute)
+        if not rewriter.rewritten:
+            return PassResult(unit, note=note)
+        return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten, note)
 
 
 _CHAIN = {  # from the region's end to its beginning, and whether a step may be missing
@@ -135,8 +141,9 @@ def _fuse(rewriter: Rewriter, end: fx.Node, region: _Region, recompute: bool) ->
     if recompute:
         options["recompute"] = True
     arguments = (x, order, inverse, offsets, *weights, *(biases if any(biases) else ()))
-    fused = rewriter.call_before(end, "moe.experts", ops.expert_ffn, *arguments, **options)
-    y = rewriter.call_before(end, "moe.expert_rows", operator.getitem, fused, 0)
+    prefix = display_name(end).rpartition(".")[0]  # `moe`, or `moe.chunk0` for one run of tokens
+    fused = rewriter.call_before(end, f"{prefix}.experts", ops.expert_ffn, *arguments, **options)
+    y = rewriter.call_before(end, f"{prefix}.expert_rows", operator.getitem, fused, 0)
     end.replace_input_with(region.weighted, y)
     for node in reversed(region.nodes()):
         rewriter.rewritten.append(display_name(node))

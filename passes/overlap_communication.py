@@ -5,10 +5,15 @@
     … experts of r …                    r = wait(s)
     shared expert                       … experts of r …
 
-Only the order of nodes changes, so every number stays what it was. Moved are the shared experts' nodes, which come
-later in the forward and earlier in the backward, and weight gradients, which nothing waits for. Collectives keep their
-order: it is the same on every rank. The order is kept by eager graphs and by Inductor, which schedules in the order
-given where nothing else decides.
+Moved are the shared experts' nodes, which come later in the forward and earlier in the backward, and weight gradients,
+which nothing waits for. Where `chunk-experts` cut the tokens into runs, these take turns: while the experts work on
+one, the next is on its way to them and the one before on its way back.
+
+    start 0, start 1 | wait 0, experts 0, return 0 | wait 1, experts 1, return 1 | wait for 0, wait for 1
+
+Only the order of nodes changes, so every number stays what it was. Ranks have one graph, so the order of collectives is
+the same on all. It is kept by eager graphs and by Inductor, which schedules in the order given where nothing else
+decides.
 
 On a GPU the collective runs on a stream of its own group; it also takes multiprocessors and bandwidth from what runs
 beside it, so this is off unless the spec says `on`, or says `auto` and a measurement at the start of the run found it
@@ -28,6 +33,7 @@ from moegraph import ops
 from moegraph.graph.edit import Rewriter
 from moegraph.graph.names import display_name, facts
 from moegraph.graph.program import Unit
+from moegraph.passes.chunk_experts import chunk_of
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
@@ -55,7 +61,7 @@ class OverlapCommunication(Pass):
         pairs = _exchanges(rewriter.graph)
         if not pairs:
             return PassResult(unit, note="nothing is exchanged in this block, or start and wait are one operator")
-        moved: list[str] = []
+        moved = [name for direction in ("forward", "backward") for name in _take_turns(rewriter, direction)]
         for start, wait in pairs:
             moved += _fill(rewriter, start, wait)
         if not moved:
@@ -72,6 +78,42 @@ def _exchanges(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
             if isinstance(start, fx.Node) and wait.meta["val"].shape[-1] > 1:  # router weights are a column
                 found.append((start, wait))
     return found
+
+
+def _take_turns(rewriter: Rewriter, direction: str) -> list[str]:
+    """Lets the runs of tokens take turns between exchanges; returns the names of the nodes that moved.
+
+    A node's turn is how many waits it depends on and, among those with as many, the run it works on, in the order of
+    the graph. Weight gradients come after all runs, and so does what depends on no run.
+    """
+    nodes = list(rewriter.graph.nodes)
+    runs = {node: _run_of(node) for node in nodes if facts(node).get("direction") == direction}
+    places = [place for place, node in enumerate(nodes) if runs.get(node) is not None]
+    if not places:
+        return []
+    window, behind = nodes[places[0] : places[-1] + 1], nodes[places[-1] + 1]
+    ranks = {run: rank for rank, run in enumerate(dict.fromkeys(runs.get(node) for node in window))}
+    depth: dict[fx.Node, int] = {}
+    for node in window:
+        before = max((depth.get(argument, 0) for argument in node.all_input_nodes), default=0)
+        depth[node] = before + (node.target is _WAIT)
+    first = {a for node in window if runs.get(node) is not None and not depth[node] for a in _needed(node)}
+    turns: dict[fx.Node, tuple[int, int]] = {}
+    for node in window:
+        run = runs.get(node)
+        own = len(ranks) if run is None or node.target in ops.WEIGHT_GRADIENTS else ranks[run]
+        if run is None and node in first:
+            own = -1
+        turns[node] = max([(depth[node], own), *(turns[a] for a in node.all_input_nodes if a in turns)])
+    ordered = sorted(window, key=lambda node: turns[node])
+    for node in ordered:
+        behind.prepend(node)
+    return [display_name(node) for node, other in zip(window, ordered, strict=True) if node is not other]
+
+
+def _run_of(node: fx.Node) -> int | None:
+    """The run of tokens that a call of a step graph works on."""
+    return chunk_of(str(facts(node).get("layer", ""))) if node.op == "call_function" else None
 
 
 def _fill(rewriter: Rewriter, start: fx.Node, wait: fx.Node) -> list[str]:

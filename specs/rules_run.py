@@ -79,10 +79,18 @@ def fused_recompute_has_effect(spec: Spec, report: Report) -> None:
 
 
 def overlap_has_effect(spec: Spec, report: Report) -> None:
-    """Work overlaps with tokens that travel."""
-    if spec.passes.overlap_communication.mode != "off" and spec.layout.ep == 1:
+    """Work overlaps with tokens that travel, in operators that start and wait separately."""
+    overlap, layout = spec.passes.overlap_communication, spec.layout
+    chunks = "passes.overlap-communication.chunks"
+    if overlap.mode != "off" and layout.ep == 1:
         message = "has no effect with ep 1, where no token travels"
         report.add("passes.overlap-communication.mode", message, allowed="off", fix="raise layout.ep, or use off")
+    if overlap.chunks is not None and overlap.mode == "off":
+        message = "has no effect, since nothing overlaps"
+        report.add(chunks, message, fix="use mode on or auto, or remove it")
+    elif overlap.chunks == 2 and layout.ep > 1 and layout.transport != "padded":
+        message = f"has no effect with transport {layout.transport}: its rows travel in one operator, which also waits"
+        report.add(chunks, message, allowed="1", fix="use transport padded, or remove it")
 
 
 def recompute_has_effect(spec: Spec, report: Report) -> None:

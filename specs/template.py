@@ -98,7 +98,7 @@ passes:
     enabled: false
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
-  overlap-communication: {mode: off}   # off | on | auto: shared experts and weight gradients while tokens travel
+  overlap-communication: {mode: off}   # off | on | auto: other work while tokens travel; chunks: 2 cuts them in halves
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 
 train:

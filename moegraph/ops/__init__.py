@@ -48,7 +48,7 @@ from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid,
 from moegraph.ops.registry import COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
-from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
+from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
 
 __all__ = [
     "COMMUNICATION",
@@ -97,6 +97,7 @@ __all__ = [
     "grouped_mm_backend",
     "grouped_mm_dgrad",
     "grouped_mm_wgrad",
+    "join_tokens",
     "linear",
     "merge_heads",
     "overflow",
@@ -119,6 +120,7 @@ __all__ = [
     "sigmoid_gate",
     "sort_by_expert",
     "split_heads",
+    "split_tokens",
     "swiglu",
     "swiglu_clamped",
     "token_mask",

@@ -45,7 +45,7 @@ from moegraph.ops.permute import combine, gather_weights, permute, sort_by_exper
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
-from moegraph.ops.tokens import scaled_sum, sigmoid_gate, token_mask
+from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
 
 _mg = torch.ops.moegraph
 
@@ -98,6 +98,8 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     sigmoid_gate: Facts("pointwise"),
     token_mask: Facts("pointwise"),
     scaled_sum: Facts("pointwise"),
+    split_tokens: Facts("pointwise"),
+    join_tokens: Facts("gather"),
     scale_rows: Facts("pointwise"),
     choose_experts: Facts("gather", (_mg.choose_experts.default,)),
     expert_scores: Facts("pointwise"),

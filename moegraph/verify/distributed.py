@@ -113,11 +113,11 @@ def check_tight_buckets(made_by: DispatchExperts, program: Program, before: Unit
     found = execute_ranks(unit, inputs)
     counted = {f"rank {rank}": lost_rows(execution) for rank, execution in enumerate(found)}
     loads = [_loads(before, execution.values, made_by.ep) for execution in found]
-    room = bucket_capacity(sum(loads[0]), made_by.ep, TIGHT)
-    expected = {f"rank {rank}": _beyond(each, room) for rank, each in enumerate(loads)}
+    expected = {f"rank {rank}": sum(_beyond(run, _room(run)) for run in runs) for rank, runs in enumerate(loads)}
     if made_by.transport == "direct" and not made_by.drop:  # a buffer is full when all ranks together have filled it
+        together = [sum(column) for column in zip(*(runs[0] for runs in loads), strict=True)]
         counted = {"all ranks": sum(counted.values())}
-        expected = {"all ranks": _beyond([sum(column) for column in zip(*loads, strict=True)], made_by.ep * room)}
+        expected = {"all ranks": _beyond(together, made_by.ep * _room(loads[0][0]))}
     problems = [
         f"{before.kind}: at capacity {TIGHT} {expected[who]} rows of {who} do not fit, and {number} are counted"
         for who, number in counted.items()
@@ -126,19 +126,26 @@ def check_tight_buckets(made_by: DispatchExperts, program: Program, before: Unit
     return sum(counted.values()), problems
 
 
+def _room(loads: Sequence[int]) -> int:
+    return bucket_capacity(sum(loads), len(loads), TIGHT)
+
+
 def _beyond(loads: Sequence[int], room: int) -> int:
     return sum(max(0, load - room) for load in loads)
 
 
-def _loads(before: Unit, values: Mapping[str, Any], ranks: int) -> list[int]:
-    """How many of a rank's choices go to each rank, from the router's ids."""
-    (sort,) = before.graphs["layer"].graph.find_nodes(op="call_function", target=ops.sort_by_expert)
-    chosen, experts = sort.args
-    ids: Tensor = values[display_name(chosen)]
-    loads = [0] * ranks
-    for choice in ids.flatten().tolist():
-        loads[choice * ranks // experts] += 1
-    return loads
+def _loads(before: Unit, values: Mapping[str, Any], ranks: int) -> list[list[int]]:
+    """How many of a rank's choices go to each rank, from the router's ids; one list for each run of tokens that is
+    dispatched on its own."""
+    found = []
+    for sort in before.graphs["layer"].graph.find_nodes(op="call_function", target=ops.sort_by_expert):
+        chosen, experts = sort.args
+        ids: Tensor = values[display_name(chosen)]
+        loads = [0] * ranks
+        for choice in ids.flatten().tolist():
+            loads[choice * ranks // experts] += 1
+        found.append(loads)
+    return found
 
 
 def _alike(value: Any, other: Any) -> bool:

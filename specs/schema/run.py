@@ -76,9 +76,14 @@ class RecomputeOptions(Section):
 
 
 class OverlapOptions(Section):
-    """Whether independent work runs while tokens travel: `auto` measures both when a run starts, and records them."""
+    """Whether independent work runs while tokens travel: `auto` measures when a run starts, and records the times.
+
+    With `chunks: 2` the experts work on half of the tokens while the other half travels. Left out, `on` means 1, and
+    `auto` tries 1 and 2.
+    """
 
     mode: Literal["off", "on", "auto"] = "off"
+    chunks: Literal[1, 2] | None = None
 
 
 class UserPassOptions(Section):

@@ -104,14 +104,18 @@ def test_overlapped_communication_changes_no_bit_and_auto_records_both_times(ran
     moved = ranks.run(2, run_steps, layout_spec("passes.overlap-communication.mode=on", **layout), 2)[0]
     for a, b in zip(plain.gradients, moved.gradients, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
+    chunked = "passes.overlap-communication={mode: on, chunks: 2}"
+    cut = ranks.run(2, run_steps, layout_spec(chunked, **layout), 2)[0]
+    for a, b in zip(plain.gradients, cut.gradients, strict=True):
+        assert all(float((a[name] - b[name]).norm() / a[name].norm()) < 1e-10 for name in a)
     measured = ranks.run(2, measure_overlap, layout_spec("passes.overlap-communication.mode=auto", **layout))
     assert measured[0] == measured[1]
     seconds, chosen = measured[0]
-    assert seconds.keys() == {"off", "on"}
-    assert chosen == (seconds["on"] < seconds["off"])
+    assert seconds.keys() == {"off", "on", "on, 2 chunks"}
+    assert seconds[chosen] == min(seconds.values())
 
 
-def measure_overlap(rank: int, spec: Any) -> tuple[dict[str, float], bool]:
+def measure_overlap(rank: int, spec: Any) -> tuple[dict[str, float], str]:
     with join(spec.layout, rank, spec.layout.world, CPU) as mesh:
         engine = engine_of(spec, mesh)
         engine.decide_overlap(batch_of(0))

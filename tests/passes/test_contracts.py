@@ -14,7 +14,7 @@ from moegraph.passes.pipeline import order_passes, passes_for
 from tests.passes.user_passes import pass_class, restored_registry
 from tests.small_models import small_spec
 
-LAYER = ["canonicalize", "balance-losses", "dispatch-experts", "fuse-experts", "split-pipeline"]
+LAYER = ["canonicalize", "balance-losses", "chunk-experts", "dispatch-experts", "fuse-experts", "split-pipeline"]
 BUILT_IN = [*LAYER, "recompute", "overlap-communication", "split-backward"]
 
 
@@ -28,7 +28,11 @@ def ordered(*passes: Pass, after: dict[str, str] | None = None) -> list[str]:
 
 def test_the_built_in_passes_run_in_the_documented_order() -> None:
     assert registry.names() == BUILT_IN
-    everything = "layout={dp: 2, ep: 2}", "passes={fuse-experts: {enabled: true}, overlap-communication: {mode: on}}"
+    overlap = "overlap-communication: {mode: on, chunks: 2}"
+    everything = (
+        "layout={dp: 2, ep: 2, transport: padded}",
+        f"passes={{fuse-experts: {{enabled: true}}, {overlap}}}",
+    )
     assert [p.name for p in passes_for(small_spec(*everything))] == BUILT_IN
 
 

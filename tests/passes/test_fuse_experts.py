@@ -115,6 +115,15 @@ def test_a_bias_behind_the_experts_is_not_in_the_way() -> None:
     assert relative_error(gradients.flat, expected.flat) < 1e-10
 
 
+@pytest.mark.parametrize("transport", ["exact", "padded", "direct"])
+def test_experts_between_dispatch_and_return_are_fused_under_every_transport(transport: str) -> None:
+    layout = f"layout={{dp: 2, ep: 2, transport: {transport}}}"
+    unit = compile(small_spec(ON, layout)).program.units["moe"]
+    called = [node.target for node in unit.layer_graph.graph.nodes if node.op == "call_function"]
+    assert called.count(ops.expert_ffn) == 1
+    assert ops.grouped_mm not in called
+
+
 def lowered_layer(*overrides: str) -> tuple[Unit, Rewriter]:
     program = lower(small_spec(*overrides))
     return program.units["moe"], Rewriter(program.units["moe"].graphs["layer"], "mine")

@@ -59,6 +59,10 @@ AROUND = {
     "model.moe.shared.gate": ["model.moe.shared.num_experts=1"],
     "model.dense.layers": ["model.dense.d_ff=8", "model.moe=null"],
     "passes.overlap-communication.mode": ["layout.dp=2", "layout.ep=2"],
+    "passes.overlap-communication.chunks": [
+        "layout={dp: 2, ep: 2, transport: padded}",
+        "passes.overlap-communication.mode=on",
+    ],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }
 
