@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moegraph.benchmarks.communication import measure_communication
 from moegraph.data.loader import StepBatch
 from moegraph.errors import RunError
 from moegraph.runtime.accounting import count_parameters, flops_per_token
@@ -26,7 +27,9 @@ from moegraph.specs.schema import Spec
 class StepTiming:
     """A whole training step: milliseconds (median and least), tokens per second of all ranks, 10¹² operations per
     second and peak bytes of one. `optimizer_milliseconds` are of the norm, the agreement of the ranks, AdamW and the
-    weights sent round; the floor is the least bytes of it at the rate of a copy."""
+    weights sent round; the floor is the least bytes of it at the rate of a copy. Communication is that of rank 0 in the
+    forward and backward of one block with experts on one micro-batch, on several GPUs. `overlap_seconds` are of a
+    step's forward and backward, where `auto` measured them."""
 
     device: str
     ranks: int
@@ -42,6 +45,9 @@ class StepTiming:
     compilations: int
     optimizer_milliseconds: float
     optimizer_floor_milliseconds: float
+    communication_milliseconds: float | None
+    exposed_milliseconds: float | None
+    overlap_seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -102,6 +108,12 @@ def _time(spec: Spec, steps: int, engine: Engine) -> StepTiming:
     total, active = count_parameters(program)
     rate = spec.train.tokens_per_step / median
     bytes_moved = optimizer_bytes(engine)
+    talk = None
+    if device.type == "cuda" and engine.mesh.world > 1:
+        batch = random_batch(spec, generator)
+        talk = measure_communication(lambda: engine.computer.compute(batch))
+    mine = [place for place in engine.moe_blocks if program.instances[place].stage in engine.stages]
+    passes = max(len(mine), 1) * spec.layout.microbatches
     return StepTiming(
         device=device_name(device),
         ranks=engine.mesh.world,
@@ -117,6 +129,9 @@ def _time(spec: Spec, steps: int, engine: Engine) -> StepTiming:
         compilations=max(engine.compilations().values(), default=0),
         optimizer_milliseconds=statistics.median(optimizer) * 1e3,
         optimizer_floor_milliseconds=bytes_moved / copy_rate(device) * 1e3,
+        communication_milliseconds=talk.milliseconds / passes if talk else None,
+        exposed_milliseconds=talk.exposed_milliseconds / passes if talk else None,
+        overlap_seconds=engine.overlap_seconds,
     )
 
 

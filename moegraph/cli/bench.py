@@ -10,7 +10,7 @@ from moegraph.cli.bench_dispatch import dispatch_command
 from moegraph.cli.bench_layer import layer_command
 from moegraph.cli.bench_tune import tune_command
 from moegraph.cli.options import Json, Set
-from moegraph.cli.output import counted, print_json, print_table
+from moegraph.cli.output import counted, print_json, print_table, say
 from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec
 
@@ -65,6 +65,13 @@ def step_command(
         f"{found.ranks} × {found.device}",
     ]
     print_table(columns, [row])
+    if found.communication_milliseconds is not None:
+        say(
+            "rows on their way, per block with experts and micro-batch: "
+            f"{found.communication_milliseconds:.2f} ms, of which nothing hides {found.exposed_milliseconds:.2f} ms"
+        )
+    for way, seconds in found.overlap_seconds.items():
+        say(f"overlap-communication {way}: {1e3 * seconds:.1f} ms for forward and backward")
     return 0
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moegraph.runtime.engine import Engine
+from moegraph.runtime.mesh import join
+from tests.ranks import RankPool
 from tests.small_models import random_batch, small_spec
 
 pytestmark = [
@@ -51,3 +53,51 @@ def test_forward_backward_and_optimizer_never_wait(fused: str, mode: str) -> Non
             engine.commit(agreed, 1e-3)
     with pytest.raises(RuntimeError), no_wait():
         torch.zeros(1, device=device).item()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "{dp: 2, ep: 2, transport: padded, capacity: 2, microbatches: 2}",
+        "{dp: 2, ep: 2, transport: direct, capacity: 2, microbatches: 2}",
+        "{pp: 2, microbatches: 2, schedule: 1f1b}",
+    ],
+)
+def test_two_gpus_never_wait_either_and_learn_the_same_as_one(pair: RankPool, layout: str) -> None:
+    (expected,) = pair.run(1, steps_without_wait, "{microbatches: 2}")
+    found = pair.run(2, steps_without_wait, layout)
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(expected, rel=2e-3)
+
+
+def steps_without_wait(rank: int, layout: str) -> list[float]:
+    """The losses of four steps; no part of the last three but the agreement waits for the device."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    overrides = ("precision.compute=bf16", "passes.fuse-experts.enabled=true", f"layout={layout}")
+    spec = small_spec(*overrides)
+    losses = []
+    with join(spec.layout, rank, spec.layout.world, device) as mesh:
+        engine = Engine(spec, device, mesh)
+        for step in range(4):
+            batch = random_batch(spec, seed=step)
+            if step == 0:
+                agreed = engine.compute(batch)
+                engine.commit(agreed, 1e-3)
+            else:
+                with no_wait():
+                    computed = engine.computer.compute(batch)
+                agreed = engine.agree(computed)
+                with no_wait():
+                    engine.commit(agreed, 1e-3)
+            losses.append(agreed.loss)
+        torch.cuda.synchronize()
+    return losses
