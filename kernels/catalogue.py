@@ -65,6 +65,8 @@ def launches(
     for name, problem in block_problems(**sizes, dtype=dtype).items():
         choice = choose_for(problem, card or torch.device("meta"))
         yield name, product_launch(problem, choice.config, row_weight=name == "down")
+        if problem.kernel == "wgrad":
+            yield f"{name}_add", product_launch(problem, choice.config, accumulate=True)
 
 
 def exchange_launches(

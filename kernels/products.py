@@ -20,8 +20,9 @@ from moegraph.kernels.up_swiglu import up_swiglu_launch
 from moegraph.kernels.wgrad import wgrad_launch
 
 
-def product_launch(problem: Problem, config: Config, *, row_weight: bool = False) -> Launch:
-    """The launch of a problem with a configuration. `row_weight`: the rows of the result are scaled (`grouped_mm`)."""
+def product_launch(problem: Problem, config: Config, *, row_weight: bool = False, accumulate: bool = False) -> Launch:
+    """The launch of a problem with a configuration. `row_weight`: the rows of the result are scaled (`grouped_mm`);
+    `accumulate`: the result is added to an fp32 gradient buffer (`wgrad`)."""
     p, rows, experts = problem, problem.rows, problem.experts
 
     def tensor(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:
@@ -44,7 +45,9 @@ def product_launch(problem: Problem, config: Config, *, row_weight: bool = False
         parts = tensor(rows, -(-p.n // config.block_n), dtype=torch.float32)
         return dgrad_swiglu_launch(grad, w, z, scale, offsets, z, act, parts, config=config, schedule=schedule)
     if p.kernel == "wgrad":
-        return wgrad_launch(tensor(rows, p.n), tensor(rows, p.k), offsets, tensor(experts, p.n, p.k), config=config)
+        out = tensor(experts, p.n, p.k, dtype=torch.float32 if accumulate else p.dtype)
+        grad, x = tensor(rows, p.n), tensor(rows, p.k)
+        return wgrad_launch(grad, x, offsets, out, accumulate=accumulate, config=config)
     transposed = p.kernel in ("grouped_mm_dgrad", "dgrad_swiglu")
     weight = tensor(experts, p.k, p.n) if transposed else tensor(experts, p.n, p.k)
     return grouped_mm_launch(

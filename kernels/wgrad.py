@@ -21,11 +21,29 @@ from moegraph.kernels.tuning import choose_config
 
 
 @triton.jit
+def _halves(tile, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tl.split(tile.reshape(M, 2, N // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _put(desc, e, row, col, tile, M: tl.constexpr, N: tl.constexpr, HOW: tl.constexpr):
+    """A tile to its place in dW[e]: written, or added by the memory system, so that nothing is read here. An element
+    has one adder per launch, so the order of additions is that of the launches."""
+    if HOW == "write":
+        desc.store([e, row, col], tile.to(desc.dtype).reshape(1, M, N))
+    elif HOW == "add":
+        desc.atomic_add([e, row, col], tile.to(desc.dtype).reshape(1, M, N))
+    else:  # the interpreter knows no addition to a descriptor
+        to = desc.load([e, row, col]).reshape(M, N).to(tl.float32) + tile
+        desc.store([e, row, col], to.to(desc.dtype).reshape(1, M, N))
+
+
+@triton.jit
 def wgrad_kernel(
     grad_desc,
     rows_desc,
     out_desc,
-    out_ptr,
     offsets_ptr,
     E: tl.constexpr,
     N: tl.constexpr,
@@ -35,7 +53,8 @@ def wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HOW: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -55,29 +74,39 @@ def wgrad_kernel(
             g = load_rows(grad_desc, r, end, pm * BLOCK_M, BLOCK_K, BLOCK_M)
             x = load_rows(rows_desc, r, end, pn * BLOCK_N, BLOCK_K, BLOCK_N)
             acc = tl.dot(g.T, x, acc, input_precision=PRECISION)
-        if ACCUMULATE:
-            rm = pm * BLOCK_M + tl.arange(0, BLOCK_M)
-            rn = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-            inside = (rm < N)[:, None] & (rn < K)[None, :]
-            to = out_ptr + e.to(tl.int64) * N * K + rm.to(tl.int64)[:, None] * K + rn[None, :]
-            acc += tl.load(to, mask=inside, other=0.0).to(tl.float32)
-            tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
-            out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N], acc.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+        row, col = pm * BLOCK_M, pn * BLOCK_N
+        if PARTS == 1:
+            _put(out_desc, e, row, col, acc, BLOCK_M, BLOCK_N, HOW)
+        else:  # little by little: a tile in fp32 does not fit beside the operands
+            QUARTER: tl.constexpr = BLOCK_N // 4
+            left, right = _halves(acc, BLOCK_M, BLOCK_N)
+            first, second = _halves(left, BLOCK_M, BLOCK_N // 2)
+            third, fourth = _halves(right, BLOCK_M, BLOCK_N // 2)
+            _put(out_desc, e, row, col, first, BLOCK_M, QUARTER, HOW)
+            _put(out_desc, e, row, col + QUARTER, second, BLOCK_M, QUARTER, HOW)
+            _put(out_desc, e, row, col + 2 * QUARTER, third, BLOCK_M, QUARTER, HOW)
+            _put(out_desc, e, row, col + 3 * QUARTER, fourth, BLOCK_M, QUARTER, HOW)
 
 
 def wgrad_launch(
-    grad: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, *, accumulate: bool = False, config: Config | None = None
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    *,
+    accumulate: bool = False,
+    config: Config | None = None,
 ) -> Launch:
     """The launch that writes, or adds to, `out` [E, N, K]."""
     n, k = grad.shape[1], rows.shape[1]
     c = config or choose_config("wgrad", grad.dtype, n, k, grad.shape[0], offsets.shape[0], grad.device).config
     programs = persistent_programs(grad.device)
+    parts = 4 if out.element_size() > grad.element_size() else 1
+    adds = "read and write" if triton.knobs.runtime.interpret else "add"
     arguments = {
         "grad_desc": create_ragged_descriptor(grad, [c.block_k, c.block_m]),
         "rows_desc": create_ragged_descriptor(rows, [c.block_k, c.block_n]),
-        "out_desc": TensorDescriptor.from_tensor(out, [1, c.block_m, c.block_n]),
-        "out_ptr": out,
+        "out_desc": TensorDescriptor.from_tensor(out, [1, c.block_m, c.block_n // parts]),
         "offsets_ptr": offsets,
     }
     constants = {
@@ -85,7 +114,8 @@ def wgrad_launch(
         "N": n,
         "K": k,
         **tile_constants(c, programs, grad.dtype),
-        "ACCUMULATE": accumulate,
+        "PARTS": parts,
+        "HOW": adds if accumulate else "write",
         "FLATTEN": c.flatten,
     }
     return Launch(wgrad_kernel, (programs,), arguments, constants, c)
@@ -96,12 +126,14 @@ def wgrad(grad: Tensor, rows: Tensor, offsets: Tensor, *, config: Config | None 
     out = grad.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
     if grad.shape[0] == 0:
         return out.zero_()
-    if out.numel():
-        wgrad_launch(grad, rows, offsets, out, config=config).run()
+    wgrad_into(grad, rows, offsets, out, config=config)
     return out
 
 
-def wgrad_accumulate(grad: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, *, config: Config | None = None) -> None:
-    """Adds the weight gradient to `out` [E, N, K], of any float dtype (an fp32 gradient buffer)."""
-    if grad.shape[0] and out.numel():
-        wgrad_launch(grad, rows, offsets, out, accumulate=True, config=config).run()
+def wgrad_into(
+    grad: Tensor, rows: Tensor, offsets: Tensor, out: Tensor, *, accumulate: bool = False, config: Config | None = None
+) -> None:
+    """Writes the weight gradient to `out` [E, N, K], or adds it there. `out` is of the rows' dtype or fp32, contiguous,
+    and starts at a multiple of 16 bytes; there are rows."""
+    if out.numel():
+        wgrad_launch(grad, rows, offsets, out, accumulate=accumulate, config=config).run()

@@ -15,6 +15,7 @@ from moegraph.passes import (  # isort: skip
     split_pipeline,
     recompute,
     overlap_communication,
+    accumulate_gradients,
     split_backward,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "Pass",
     "PassContext",
     "PassResult",
+    "accumulate_gradients",
     "balance_losses",
     "canonicalize",
     "chunk_experts",

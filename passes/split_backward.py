@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from moegraph.graph.edit import clone
-from moegraph.graph.effects import is_effectful
+from moegraph.graph.effects import is_accumulation, is_effectful
 from moegraph.graph.names import display_name, facts, identifier
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
@@ -68,11 +68,13 @@ def cut(joint: fx.GraphModule) -> dict[str, fx.GraphModule]:
     inputs = dict(zip(joint.graph.find_nodes(op="placeholder"), ports(joint, "inputs"), strict=True))
     outputs = list(zip(ports(joint, "outputs"), results(joint), strict=True))
     given = {node for node, port in inputs.items() if port.role != "tangent"}
-    plain = [(port, node) for port, node in outputs if port.role not in ("grad_input", "grad")]
+    plain = [(port, node) for port, node in outputs if port.role not in ("grad_input", "grad", "added")]
     grad_input = [(port, node) for port, node in outputs if port.role == "grad_input"]
-    grads = [(port, node) for port, node in outputs if port.role == "grad"]
-    # What has an effect runs whether its result is used or not: once, in forward or in the first half of backward.
-    effects = [node for node in joint.graph.nodes if node.op == "call_function" and is_effectful(node)]
+    grads = [(port, node) for port, node in outputs if port.role in ("grad", "added")]
+    # What has an effect runs whether its result is used or not: once, in forward or in the first half of backward. What
+    # adds a gradient to its buffer is the gradient.
+    calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+    effects = [node for node in calls if is_effectful(node) and not is_accumulation(node)]
     first = [node for node in effects if facts(node).get("direction") == "forward"]
     then = [node for node in effects if facts(node).get("direction") != "forward"]
 

@@ -98,7 +98,8 @@ passes:
     enabled: false
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
-  overlap-communication: {mode: off}   # off | on | auto: other work while tokens travel; chunks: 2 cuts them in halves
+  overlap-communication: {mode: off, chunks: null}   # off | on | auto: other work while tokens travel; 2: in halves
+  accumulate-gradients: {enabled: false}   # products add gradients to their buffers; not yet measured on a GPU
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 
 train:

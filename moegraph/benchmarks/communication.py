@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 Span = tuple[float, float]
@@ -37,7 +38,7 @@ def measure_communication(job: Callable[[], object]) -> Communication:
     talking: list[Span] = []
     working: list[Span] = []
     for event in profiler.events() or ():
-        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+        if event.device_type != DeviceType.CUDA or event.is_user_annotation:
             continue
         span = (event.time_range.start / 1e3, event.time_range.end / 1e3)
         (talking if _TALKS.search(event.name) else working).append(span)

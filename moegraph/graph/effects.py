@@ -15,7 +15,7 @@ from torch import fx
 
 from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
-from moegraph.ops.registry import COMMUNICATION
+from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION
 
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
 _EXCHANGES = frozenset(
@@ -53,6 +53,11 @@ def is_mutating(node: fx.Node) -> bool:
         return False
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """Whether the node adds a weight gradient to a gradient buffer."""
+    return node.target in ACCUMULATIONS.values()
 
 
 def is_random(node: fx.Node) -> bool:

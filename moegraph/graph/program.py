@@ -33,6 +33,9 @@ Role = Literal[
     "metric",  # output: reported, never differentiated
     "grad_input",  # gradient of the block's hidden input
     "grad",  # gradient of a parameter
+    "gradient_buffer",  # input that is written to: where the gradient of a parameter is summed up
+    "keep",  # input [1]: whether that buffer holds gradients of this step already
+    "added",  # the gradient of a parameter has been added to its buffer; an empty tensor
 ]
 
 

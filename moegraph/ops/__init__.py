@@ -40,17 +40,24 @@ from moegraph.ops.exchange import EXPERT_GROUP, all_to_all_start, all_to_all_wai
 from moegraph.ops.expert_bias import add_bias, add_expert_bias, expert_bias_wgrad
 from moegraph.ops.expert_ffn import expert_ffn, expert_ffn_dgrad
 from moegraph.ops.flops import flops
-from moegraph.ops.grouped_mm import grouped_mm, grouped_mm_backend, grouped_mm_dgrad, grouped_mm_wgrad
+from moegraph.ops.grouped_mm import (
+    grouped_mm,
+    grouped_mm_backend,
+    grouped_mm_dgrad,
+    grouped_mm_wgrad,
+    grouped_mm_wgrad_add,
+)
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
-from moegraph.ops.registry import COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
 
 __all__ = [
+    "ACCUMULATIONS",
     "COMMUNICATION",
     "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
@@ -97,6 +104,7 @@ __all__ = [
     "grouped_mm_backend",
     "grouped_mm_dgrad",
     "grouped_mm_wgrad",
+    "grouped_mm_wgrad_add",
     "join_tokens",
     "linear",
     "merge_heads",

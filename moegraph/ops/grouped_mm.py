@@ -184,6 +184,29 @@ def _(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     return grad.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
 
 
+@torch.library.custom_op("moegraph::grouped_mm_wgrad_add", mutates_args=("into",))
+def grouped_mm_wgrad_add(into: Tensor, keep: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Weight gradient gradᵀ · rows [E, N, K] added to `into` [E, N, K] where `keep` [1] int32 is not 0, else written
+    there. `keep` lives on the host, which knows it. On moegraph's kernels the sum is not rounded to the dtype of the
+    rows first. Returns an empty tensor, by which a graph says that this has been done."""
+    n, k = grad.shape[1], rows.shape[1]
+    accumulate = bool(keep)
+    if grad.shape[0] and uses_kernels("wgrad", grad, n, k, grad.shape[0], offsets.shape[0]):
+        from moegraph.kernels import wgrad
+
+        wgrad.wgrad_into(grad.contiguous(), rows.contiguous(), offsets, into, accumulate=accumulate)
+    elif accumulate:
+        into.add_(grouped_mm_wgrad(grad, rows, offsets))
+    else:
+        into.copy_(grouped_mm_wgrad(grad, rows, offsets))
+    return into.new_empty(0)
+
+
+@grouped_mm_wgrad_add.register_fake
+def _(into: Tensor, keep: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    return into.new_empty(0)
+
+
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 

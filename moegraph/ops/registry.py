@@ -1,6 +1,6 @@
 """Facts about the operators that passes and verifiers ask for.
 
-`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS` and `NEVER_RECOMPUTE` are sets of the operator
+`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS` and `NEVER_RECOMPUTE` hold operator
 overloads as they stand in a step graph.
 """
 
@@ -54,6 +54,10 @@ _mg = torch.ops.moegraph
 WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
     {_mg.embedding_wgrad.default, _mg.grouped_mm_wgrad.default, _mg.expert_bias_wgrad.default}
 )
+
+# Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments). The only operators in
+# a graph that write to an argument.
+ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default}
 
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.

@@ -132,6 +132,7 @@ class Executor:
             graph = self.graphs[instance.kind]["backward" if later is None else "backward_input"]
             values = self._inputs(graph, instance, activations.batch, None)
             values.update(activations.entered.pop())
+            values.update(_buffers(graph, instance, gradients))
             weights = self.graphs[instance.kind]["backward_weight"] if later is not None else None
             for port in {*graph.inputs, *(weights.inputs if weights is not None else ())}:
                 if port.role == "tangent":
@@ -188,10 +189,23 @@ class Executor:
         return found
 
 
+def _buffers(graph: BoundGraph, instance: Instance, gradients: GradientBuffers) -> dict[Port, Tensor]:
+    """What the graph adds gradients to, and whether it keeps what is there; as it is now, before the graph runs."""
+    found: dict[Port, Tensor] = {}
+    for port in graph.inputs:
+        if port.role == "gradient_buffer":
+            found[port] = gradients[instance.parameters[port.name]]
+        elif port.role == "keep":
+            found[port] = gradients.keep(instance.parameters[port.name])
+    return found
+
+
 def _add(results: Mapping[Port, Tensor], instance: Instance, gradients: GradientBuffers) -> None:
     for port, value in results.items():
         if port.role == "grad":
             gradients.add(instance.parameters[port.name], value)
+        elif port.role == "added":
+            gradients.added(instance.parameters[port.name])
 
 
 def _weights_later(
@@ -199,6 +213,7 @@ def _weights_later(
 ) -> None:
     """The weight gradients of one block from what `backward_input` left for them, which is let go of."""
     with torch.no_grad():
+        values.update(_buffers(graph, instance, gradients))
         results = graph(values) if graph.outputs else {}
         values.clear()
         _add(results, instance, gradients)

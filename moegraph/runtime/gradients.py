@@ -60,6 +60,7 @@ class GradientBuffers(Mapping[str, Tensor]):
             (shape,) = (p.shape for p in known if p.name == tied.name)
             self._views[tied.name] = torch.zeros(shape, dtype=dtype, device=device)
         self._written: set[str] = set()
+        self._keep = tuple(torch.tensor([keep], dtype=torch.int32) for keep in (0, 1))
         self._missing: list[int] = []  # gradients that each family still waits for
         self._works: dict[int, Any] = {}
 
@@ -90,7 +91,15 @@ class GradientBuffers(Mapping[str, Tensor]):
             self[name].add_(gradient)
         else:
             self[name].copy_(gradient)
-            self._written.add(name)
+        self.added(name)
+
+    def keep(self, name: str) -> Tensor:
+        """[1] int32 on the host: 1 if the buffer holds gradients of this step, to which the next is added, else 0."""
+        return self._keep[name in self._written]
+
+    def added(self, name: str) -> None:
+        """Says that a gradient has been written to its buffer, or added there."""
+        self._written.add(name)
         index = self._family_of.get(name)
         if index is not None and self._missing:
             self._missing[index] -= 1

@@ -102,6 +102,10 @@ def _wgrad(grad: Tensor, rows: Tensor, offsets: Tensor) -> _Problems:
     return [(Problem("wgrad", grad.dtype, n, k, num_rows, offsets.shape[0]), None, None)]
 
 
+def _wgrad_add(into: Tensor, keep: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> _Problems:
+    return _wgrad(grad, rows, offsets)
+
+
 def _fused(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, row_weight: Tensor, *weights: Any) -> _Problems:
     rows, (experts, d, f) = order.shape[0], weights[1].shape
     up = Problem("up_swiglu", x.dtype, f, d, rows, experts, x.shape[0])
@@ -124,6 +128,7 @@ _PROBLEMS: dict[Any, Callable[..., _Problems]] = {
     _mg.grouped_mm.default: _forward,
     _mg.grouped_mm_dgrad.default: _dgrad,
     _mg.grouped_mm_wgrad.default: _wgrad,
+    _mg.grouped_mm_wgrad_add.default: _wgrad_add,
     _mg.expert_ffn.default: _fused,
     _mg.expert_ffn_dgrad.default: _fused_dgrad,
 }

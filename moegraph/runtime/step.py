@@ -121,7 +121,7 @@ class StepComputer:
         for blocks in self.executor.stages.values():
             for _, instance in blocks:
                 for port in self.executor.graphs[instance.kind]["backward"].outputs:
-                    if port.role == "grad":
+                    if port.role in ("grad", "added"):
                         name = instance.parameters[port.name]
                         found[name] = found.get(name, 0) + self.spec.layout.microbatches
         return found

@@ -29,6 +29,8 @@ def plant_fault(unit: Unit, rewritten: Sequence[str], graph: str | None = None) 
     rewriter = Rewriter(module, "planted fault")
     node = next(n for n in rewriter.graph.nodes if display_name(n) == target)
     users = list(node.users)
+    if node.meta["val"].numel() == 0:  # its result says only that it is done: what it works on is made wrong
+        users, node = [node], next(a for a in reversed(node.all_input_nodes) if a.op != "placeholder" and _is_float(a))
     operator = ops.scale if name == "layer" else torch.ops.aten.mul.Tensor
     wrong = rewriter.call_before(node.next, f"{target}.wrong", operator, node, _FACTOR)
     facts(wrong).update(layer=target, direction=facts(node).get("direction", "forward"))

@@ -95,21 +95,40 @@ def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Executio
     recorded: dict[str, Any] = {}
     given = iter(ports(module, "inputs"))
     results: dict[Port, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     rank = rank_of_thread()
     with torch.no_grad():
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 port = next(given)
-                values[node] = inputs[port] if port in inputs else torch.zeros_like(_empty(node))
+                if port.role == "gradient_buffer":  # what it holds does not matter while nothing says: keep it
+                    values[node] = buffers[port.name] = torch.full_like(_empty(node), torch.nan)
+                else:
+                    values[node] = inputs[port] if port in inputs else torch.zeros_like(_empty(node))
             elif node.op == "output":
                 nodes: Any = node.args[0]
                 results = {port: values[n] for port, n in zip(ports(module, "outputs"), nodes, strict=True)}
+                results = _from_buffers(results, buffers, dict(zip(results, nodes, strict=True)))
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = _call(node, args, kwargs, rank)
                 if node.target is not operator.getitem:
                     recorded[display_name(node)] = values[node]
     return Execution(results, recorded)
+
+
+def _from_buffers(
+    results: Mapping[Port, Tensor], buffers: Mapping[str, Tensor], made_by: Mapping[Port, fx.Node]
+) -> dict[Port, Tensor]:
+    """Results with every gradient that went to a buffer, in the dtype of what was added there."""
+    found: dict[Port, Tensor] = {}
+    for port, value in results.items():
+        if port.role == "added":
+            added: Any = made_by[port].args[2]
+            found[Port("grad", port.name)] = buffers[port.name].to(added.meta["val"].dtype)
+        else:
+            found[port] = value
+    return found
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any, rank: Rank | None) -> Any:

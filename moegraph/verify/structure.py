@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from moegraph.errors import CheckFailed
-from moegraph.graph.effects import is_communication, is_mutating, lost_effects
+from moegraph.graph.effects import is_accumulation, is_communication, is_mutating, lost_effects
 from moegraph.graph.names import display_name, facts, target_name
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.graph.propagate import Propagator
@@ -82,9 +82,11 @@ def _indexes_by_mask(node: fx.Node) -> bool:
 
 
 def no_mutation(module: fx.GraphModule) -> Iterator[str]:
-    """No operator writes to an argument (accumulation into a gradient bucket will be the one exception)."""
+    """No operator writes to an argument, but for adding a weight gradient to its buffer, once per buffer."""
+    given = zip(module.graph.find_nodes(op="placeholder"), ports(module, "inputs"), strict=False)
+    buffers = {node for node, port in given if port.role == "gradient_buffer" and len(node.users) == 1}
     for node in module.graph.nodes:
-        if is_mutating(node):
+        if is_mutating(node) and not (is_accumulation(node) and node.args[0] in buffers):
             yield f"{display_name(node)} = {target_name(node)} writes to its argument"
 
 
@@ -145,7 +147,7 @@ def parameters_reach_outputs(module: fx.GraphModule) -> Iterator[str]:
         given = zip(module.graph.find_nodes(op="placeholder"), ports(module, "inputs"), strict=False)
         sources = {node for node, port in given if port.role in ("tangent", "live")}
         for port, node in declared:
-            if port.role in ("grad", "grad_input") and sources.isdisjoint(_reached([node], lambda n: True)):
+            if port.role in ("grad", "added", "grad_input") and sources.isdisjoint(_reached([node], lambda n: True)):
                 yield f"the gradient of {port.name} depends on no tangent: it would never be trained"
         return
     roots = [node for port, node in declared if port.role in ("hidden", "loss", "auxiliary")]
@@ -229,6 +231,8 @@ def check_rewrite(before: Unit, after: Unit, made_by: str) -> None:
     for name in before.graphs.keys() & after.graphs.keys():
         was, now = _output_types(before.graphs[name]), _output_types(after.graphs[name])
         for port, text in was.items():
+            if port[0] == "grad" and ("added", port[1]) in now:
+                continue  # it goes to its buffer
             if port not in now:
                 problems.append(f"{name}: output {port[1]} is gone")
             elif now[port] != text:

@@ -120,3 +120,25 @@ def test_a34_the_last_expert_of_a_stack_past_two_billion_elements_is_right() -> 
     grad = ops.grouped_mm_wgrad(have, rows, offsets)
     assert relative_error(grad[-1], have.float().t() @ rows.float()) < 6e-3
     assert not grad[:-1].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_weight_gradients_are_added_in_fp32_where_the_flag_says_so(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    rows = sum(sizes)
+    grad, x = (torch.randn(rows + 7, width, device="cuda").bfloat16() for width in (272, 512))
+    offsets = torch.tensor(sizes, dtype=torch.int32).cumsum(0).int().cuda()
+    held = torch.randn(len(sizes), 272, 512, device="cuda")
+    exact = torch.zeros_like(held, dtype=torch.float64)
+    for e, end in enumerate(offsets.tolist()):
+        run = slice(end - sizes[e], end)
+        exact[e] = grad[run].double().T @ x[run].double()
+    into = torch.full_like(held, torch.nan)
+    ops.grouped_mm_wgrad_add(into, torch.tensor([0], dtype=torch.int32), grad, x, offsets)
+    assert relative_error(into, exact) < 1e-6  # fp32 sums of exact products of bf16
+    first = into.clone()
+    into = held.clone()
+    for _ in range(2):
+        ops.grouped_mm_wgrad_add(into, torch.tensor([1], dtype=torch.int32), grad, x, offsets)
+    assert torch.equal(into, held + first + first)
+    assert all((first[e] == 0).all() for e, size in enumerate(sizes) if size == 0)

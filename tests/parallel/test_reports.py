@@ -98,6 +98,20 @@ def start_weights(rank: int, spec: Any) -> dict[str, torch.Tensor]:
         return gather_weights(engine_of(spec, mesh))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 4},
+        {"dp": 2, "ep": 2, "transport": "padded", "capacity": 2.0, "microbatches": 4},
+        {"pp": 2, "microbatches": 4, "schedule": "zbv_zero_bubble"},  # weight gradients run later than their block
+    ],
+)
+def test_gradients_added_by_the_products_are_those_of_one_process(ranks: RankPool, layout: dict[str, Any]) -> None:
+    (expected,) = ranks.run(1, run_steps, layout_spec(), 2)
+    on = "passes.accumulate-gradients.enabled=true"
+    compare(ranks.run(layout.get("dp", 1) * layout.get("pp", 1), run_steps, layout_spec(on, **layout), 2)[0], expected)
+
+
 def test_overlapped_communication_changes_no_bit_and_auto_records_both_times(ranks: RankPool) -> None:
     layout: dict[str, Any] = {"dp": 2, "ep": 2, "transport": "padded", "capacity": 2.0}
     plain = ranks.run(2, run_steps, layout_spec(**layout), 2)[0]

@@ -15,7 +15,7 @@ from tests.passes.user_passes import pass_class, restored_registry
 from tests.small_models import small_spec
 
 LAYER = ["canonicalize", "balance-losses", "chunk-experts", "dispatch-experts", "fuse-experts", "split-pipeline"]
-BUILT_IN = [*LAYER, "recompute", "overlap-communication", "split-backward"]
+BUILT_IN = [*LAYER, "recompute", "overlap-communication", "accumulate-gradients", "split-backward"]
 
 
 def made(name: str, level: str = "layer", **declared: Any) -> Pass:
@@ -31,7 +31,7 @@ def test_the_built_in_passes_run_in_the_documented_order() -> None:
     overlap = "overlap-communication: {mode: on, chunks: 2}"
     everything = (
         "layout={dp: 2, ep: 2, transport: padded}",
-        f"passes={{fuse-experts: {{enabled: true}}, {overlap}}}",
+        f"passes={{fuse-experts: {{enabled: true}}, accumulate-gradients: {{enabled: true}}, {overlap}}}",
     )
     assert [p.name for p in passes_for(small_spec(*everything))] == BUILT_IN
 

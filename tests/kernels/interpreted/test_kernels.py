@@ -90,8 +90,14 @@ def test_weight_gradients_and_what_they_are_added_to(case: Ragged, k: int, n: in
     assert all((have[e] == 0).all() for e, size in enumerate(case.sizes) if size == 0)
     total = torch.randn_like(have)
     expected = total.double() + want
-    wgrad.wgrad_accumulate(grad, rows, case.offsets, total, config=SMALL)
+    wgrad.wgrad_into(grad, rows, case.offsets, total, accumulate=True, config=SMALL)
     assert relative_error(total, expected) < 1e-6
+    total = torch.full_like(total, torch.nan)
+    wgrad.wgrad_into(grad, rows, case.offsets, total, config=SMALL)
+    assert relative_error(total, want) < 1e-6
+    total = torch.full_like(total, torch.nan, dtype=torch.float64)  # wider than the rows: written in parts
+    wgrad.wgrad_into(grad, rows, case.offsets, total, config=SMALL)
+    assert relative_error(total, want) < 1e-6
 
 
 def activated(z: Tensor, activation: Activation) -> Tensor:

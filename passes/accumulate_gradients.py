@@ -1,0 +1,86 @@
+"""accumulate-gradients: the gradient of an expert's weight is added to its buffer by the product that makes it.
+
+    grad = grouped_mm_wgrad(dz, rows, offsets)         done = grouped_mm_wgrad_add(buffer!, keep, dz, rows, offsets)
+    return …, grad                              =>     return …, done
+
+Otherwise the runtime adds what the graph returns: the gradient, as large as all the weights of a rank's experts, is
+written in the compute dtype, read again and added. `buffer` is a view of the flat gradient buffer and `keep` says
+whether it holds a gradient of this step, so one graph serves all layers and all micro-batches. These are the only
+operators of a graph that write to an argument; each buffer is written by one of them.
+
+On a CPU every number stays what it was. Where a kernel does it, the product is added in fp32 without being rounded to
+the compute dtype first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from moegraph import ops
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name, facts, identifier
+from moegraph.graph.program import Port, Unit, ports, results
+from moegraph.passes.contract import Level, Pass, PassContext, PassResult
+from moegraph.passes.registry import registry
+from moegraph.specs.schema import Spec
+
+
+@registry.register
+@dataclass(frozen=True)
+class AccumulateGradients(Pass):
+    """Turns gradients that grouped products make into sums in their buffers."""
+
+    name: ClassVar[str] = "accumulate-gradients"
+    level: ClassVar[Level] = "step"
+    requires: ClassVar[frozenset[str]] = frozenset({"joint"})
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> AccumulateGradients | None:
+        return cls() if spec.passes.accumulate_gradients.enabled else None
+
+    def apply(self, unit: Unit, context: PassContext) -> PassResult:
+        rewriter = Rewriter(unit.graphs["joint"], self.name)
+        master = torch.float64 if context.spec.precision.compute == "fp64" else torch.float32
+        output = rewriter.output_node()
+        for port, node in zip(ports(rewriter.module, "outputs"), results(rewriter.module), strict=True):
+            if port.role == "grad" and node.target in ops.ACCUMULATIONS and list(node.users) == [output]:
+                _accumulate(rewriter, port.name, node, master)
+        if not rewriter.rewritten:
+            return PassResult(unit, note="no gradient here is the result of one grouped product")
+        return PassResult(unit.with_graphs({"joint": rewriter.finish()}), rewriter.rewritten)
+
+
+def _accumulate(rewriter: Rewriter, parameter: str, product: fx.Node, master: torch.dtype) -> None:
+    buffer = _input(rewriter, Port("gradient_buffer", parameter), product, tuple(product.meta["val"].shape), master)
+    keep = _input(rewriter, Port("keep", parameter), product, (1,), torch.int32)
+    name = f"{display_name(product)}_add"
+    done = rewriter.call_before(product, name, ops.ACCUMULATIONS[product.target], buffer, keep, *product.args)
+    facts(done).update(
+        {key: facts(product)[key] for key in ("layer", "direction", "overlaps") if key in facts(product)}
+    )
+    rewriter.replace(product, done)
+    outputs = [Port("added" if port == ("grad", parameter) else port[0], port[1]) for port in _outputs(rewriter)]
+    rewriter.module.meta["outputs"] = tuple(outputs)
+    result = rewriter.output_node()
+    result.meta["val"] = tuple(node.meta["val"] for node in results(rewriter.module))
+
+
+def _outputs(rewriter: Rewriter) -> tuple[Port, ...]:
+    return ports(rewriter.module, "outputs")
+
+
+def _input(rewriter: Rewriter, port: Port, product: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    """A new input of the graph, behind those that it has."""
+    name = f"{port.role}.{port.name}"
+    last = rewriter.graph.find_nodes(op="placeholder")[-1]
+    with rewriter.graph.inserting_after(last):
+        node = rewriter.graph.placeholder(identifier(name))
+    value: Any = product.meta["val"]
+    node.meta["val"] = value.new_empty(shape, dtype=dtype)
+    facts(node).update(name=name, layer=name, direction="backward", made_by=rewriter.made_by)
+    rewriter.module.meta["inputs"] = (*ports(rewriter.module, "inputs"), port)
+    return node
