@@ -32,8 +32,9 @@ def check_fp8_input(x: Tensor) -> None:
 def _scale_and_factor(amax_bits: Tensor) -> tuple[Tensor, Tensor]:
     amax = amax_bits.view(torch.float32)
     finite = torch.where(amax_bits < _INFINITE, amax, torch.nan)
-    scale = torch.where(amax_bits == 0, 1.0, finite / E4M3_MAX)
-    return scale, (E4M3_MAX / finite).clamp_max(torch.finfo(torch.float32).max)
+    largest = torch.full_like(amax, E4M3_MAX)  # a tensor: with a number, torch multiplies by a rounded reciprocal
+    scale = torch.where(amax_bits == 0, 1.0, finite / largest)
+    return scale, (largest / finite).clamp_max(torch.finfo(torch.float32).max)
 
 
 def _past(rows: int, offsets: Tensor) -> Tensor:
