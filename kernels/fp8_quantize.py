@@ -21,6 +21,7 @@ from moegraph.kernels.e4m3 import E4M3_MAX, INFINITE, NAN_BYTE, magnitude_bits, 
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule
 
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 _TILE = 128
 _ELEMENTS = 4096  # per program of `rows`: so many rows that there are as many elements, or this much of a longer one
 _WIDEST = 8192
@@ -32,11 +33,10 @@ _COLUMNS = Config(block_m=128, block_n=64, num_warps=4)
 @triton.jit
 def scale_and_factor(amax_bits):
     """int32 bits of an amax → its scale and what is multiplied by, fp32; NaN for an amax that is not finite."""
-    largest: tl.constexpr = 3.4028234663852886e38
     amax = tl.where(amax_bits < INFINITE, amax_bits, 0x7FC00000).to(tl.float32, bitcast=True)
     scale = tl.where(amax_bits == 0, 1.0, tl.div_rn(amax, tl.zeros_like(amax) + E4M3_MAX))
     factor = tl.div_rn(tl.zeros_like(amax) + E4M3_MAX, tl.where(amax_bits == 0, 1.0, amax))
-    return scale, tl.where(factor > largest, largest, factor)
+    return scale, tl.where(factor > LARGEST, LARGEST, factor)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moegraph.ops.mx_format import E4M3_MAX, INPUTS, magnitude_bits, to_e4m3
-from moegraph.ops.mx_scales import pad_rows, padded_offsets
+from moegraph.ops.mx_scales import pad_rows, padded_offsets, zero_past
 
 _INFINITE = 0x7F800000
 
@@ -37,10 +37,6 @@ def _scale_and_factor(amax_bits: Tensor) -> tuple[Tensor, Tensor]:
     return scale, (largest / finite).clamp_max(torch.finfo(torch.float32).max)
 
 
-def _past(rows: int, offsets: Tensor) -> Tensor:
-    return torch.arange(rows, dtype=torch.int32, device=offsets.device) >= offsets[-1]
-
-
 def quantize_rows(x: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [.., K] bf16, fp16 or fp32 → (data [.., K] float8_e4m3fn, scale [..] fp32).
 
@@ -49,7 +45,7 @@ def quantize_rows(x: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Ten
     """
     check_fp8_input(x)
     if offsets is not None:
-        x = x.masked_fill(_past(x.shape[0], offsets)[:, None], 0.0)
+        x = zero_past(x, offsets)
     scale, factor = _scale_and_factor(magnitude_bits(x).amax(-1))
     return to_e4m3(x.float() * factor.unsqueeze(-1)), scale
 
@@ -69,7 +65,6 @@ def quantize_columns_t(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tens
     bits = bits.scatter_reduce(0, expert, magnitude_bits(x), "amax")[:experts]
     scale, factor = _scale_and_factor(bits)
     factor = torch.cat((factor, factor.new_zeros(1, x.shape[1])))
-    exists = torch.where(_past(rows, offsets)[:, None], 0.0, x.float())
-    data = to_e4m3(exists * factor.gather(0, expert)).view(torch.uint8)
+    data = to_e4m3(zero_past(x, offsets).float() * factor.gather(0, expert)).view(torch.uint8)
     padded = pad_rows(data, offsets).t().contiguous()
     return padded.view(torch.float8_e4m3fn), scale, padded_offsets(offsets)

@@ -5,23 +5,23 @@ block of 32, byte b for 2^(b - 127), byte 255 for NaN. An element is its E4M3 va
 
 A block's scale comes from the integer bits of its amax, the largest magnitude, in fp32:
 
-    rceil  2^ceil(log2(amax / 448)): nothing saturates. NVIDIA's recipe and what `cvt.rp.satfinite.ue8m0x2` does; default
-    floor  2^(floor(log2 amax) - 8): magnitudes above 448 · scale saturate. The text of OCP; to compare with others
+    rceil  2^ceil(log2(amax / 448)): nothing saturates. NVIDIA's recipe; default
+    floor  2^(floor(log2 amax) - 8): magnitudes above 448 · scale saturate. The text of OCP, to compare with others
 
-and its elements are x / scale, clamped to ±448, rounded to nearest even. Blocks out of the ordinary, as torchao and
-NVIDIA have them:
+and its elements are x / scale, clamped to ±448, rounded to nearest even. Blocks out of the ordinary, as NVIDIA and
+torchao have them:
 
 | block | rceil | floor |
 | --- | --- | --- |
-| only zeros | scale 0, data ±0 | the same |
-| amax ≤ 2^-119 · 1.75 (rceil), < 2^-118 (floor) | scale 0, data ±0: the block is flushed | scale 0, data x · 2^126 (not 2^127) |
+| only zeros | scale 0, data ±0 | scale 0, data ±0 |
+| amax ≤ 1.75 · 2^-119, floor: < 2^-118 | scale 0, data ±0: flushed | scale 0, data x · 2^126, not x · 2^127 |
 | with NaN | scale 255, all data NaN | scale 255, NaN where x is, else ±0 |
-| with Inf, without NaN | scale 254, Inf becomes ±448, others x · 2^-127 | scale 247, the same with x · 2^-120 |
+| with Inf, without NaN | scale 254, ±448 for Inf, else x · 2^-127 | scale 247, ±448 for Inf, else x · 2^-120 |
 
-So a block with NaN decodes to NaN throughout. One with Inf decodes to Inf where Inf was, in fp32 and bf16, but magnitudes
-up to 2^117 (`rceil`) or 2^110 (`floor`) around it become 0 without a NaN: test finiteness before quantising. NaN is
-written as byte 0x7F. Where `floor` gives scale 0, what is decoded is half of what went in: torchao does so, and those
-are its bytes.
+So a block with NaN decodes to NaN throughout. One with Inf decodes to Inf where it was, in fp32 and bf16, but what is
+smaller than 2^117 (`rceil`) or 2^110 (`floor`) around it becomes 0 without a NaN: test finiteness before quantising.
+NaN is written as byte 0x7F. Where `floor` gives scale 0, half of what went in comes out: torchao does so, and those are
+its bytes.
 
 Legend: N rows, K columns.
 """
@@ -80,11 +80,16 @@ def _factor(scale: Tensor, rounding: str) -> Tensor:
     return torch.where(b == 255, 0.0, torch.where(b == 0, 2.0**126, bits.view(torch.float32)))
 
 
-def _blocks(x: Tensor, axis: int) -> Tensor:
-    """x [.., N, K] as [.., N, K/32, 32] (axis -1) or [.., N/32, 32, K] (axis -2).
+def check_mx_input(x: Tensor, axis: int | None) -> None:
+    """Raises ValueError for a dtype that MXFP8 is not made of, and for a length along `axis` that is not a multiple
+    of 32."""
+    if x.dtype not in INPUTS:
+        raise ValueError(f"MXFP8 is made of {', '.join(map(str, INPUTS))}, not {x.dtype}")
+    if axis is not None:
+        _check_axis(x, axis)
 
-    Raises ValueError for another axis or a length that is not a multiple of 32.
-    """
+
+def _check_axis(x: Tensor, axis: int) -> None:
     if axis not in (-1, -2) or x.dim() < -axis:
         raise ValueError(f"axis {axis} of a tensor of shape {tuple(x.shape)}: -1 or -2 of one that has it")
     if x.shape[axis] % BLOCK:
@@ -92,7 +97,13 @@ def _blocks(x: Tensor, axis: int) -> Tensor:
             f"MXFP8 shares scales among {BLOCK} elements: {x.shape[axis]} along axis {axis} of shape {tuple(x.shape)} "
             f"is not a multiple of {BLOCK}"
         )
-    return x.unflatten(axis, (x.shape[axis] // BLOCK, BLOCK))
+
+
+def _blocks(x: Tensor, axis: int) -> Tensor:
+    """x [.., N, K] as [.., N, K/32, 32] (axis -1) or [.., N/32, 32, K] (axis -2)."""
+    _check_axis(x, axis)
+    at = x.dim() + axis
+    return x.reshape(*x.shape[:at], x.shape[at] // BLOCK, BLOCK, *x.shape[at + 1 :])
 
 
 def mx_quantize(x: Tensor, axis: int = -1, *, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
@@ -101,8 +112,7 @@ def mx_quantize(x: Tensor, axis: int = -1, *, rounding: str = "rceil") -> tuple[
     axis -1: blocks along a row, scale [.., N, K/32]. axis -2: blocks of 32 rows, scale [.., N/32, K].
     Raises ValueError for another axis, dtype or rounding, and a length along the axis that is not a multiple of 32.
     """
-    if x.dtype not in INPUTS:
-        raise ValueError(f"MXFP8 is made of {', '.join(map(str, INPUTS))}, not {x.dtype}")
+    check_mx_input(x, axis)
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r}: one of {', '.join(ROUNDINGS)}")
     blocks = _blocks(x, axis)

@@ -1,13 +1,13 @@
 """Where the scales of MXFP8 lie in memory for Blackwell's block-scaled matrix products, in plain torch.
 
 Swizzled, a matrix of scales [N, C] is cut into blocks of 128 rows and 4 columns, of 512 contiguous bytes each: scale
-(r, c) of a block is byte (r % 32) · 16 + (r // 32) · 4 + c. Blocks are ordered row after row; both sides are padded with
-scale 0. (cuBLAS, "1D block scaling factors layout"; `SWIZZLE_32_4_4` of torch's scaled products.)
+(r, c) of a block is byte (r % 32) · 16 + (r // 32) · 4 + c. Blocks are ordered row after row; both sides are padded
+with scale 0. (cuBLAS, "1D block scaling factors layout"; `SWIZZLE_32_4_4` of torch's scaled products.)
 
-Ragged: rows are sorted by expert, `offsets[E]` (int32, on the device) are the inclusive ends of the experts' runs. Every
-expert's run is padded to *tiles* of 128 rows, the last one with zeros, so that no block of scales has two experts.
-How many tiles there are depends on the routing, but never more than ceil(R / 128) + E = B, so what has padded rows has
-B · 128 of them, and what no tile uses is zero. The host reads nothing.
+Ragged: rows are sorted by expert, `offsets[E]` (int32, on the device) are the inclusive ends of the experts' runs. An
+expert's run is padded with zeros to *tiles* of 128 rows, so that no block of scales has two experts. How many tiles
+there are depends on the routing, but never more than ceil(R / 128) + E = B, so what has padded rows has B · 128 of
+them, and what no tile uses is zero. The host reads nothing.
 
     rows    scales [R, C] → [B · 128, 4 · ceil(C / 4)], each expert's blocks from its first tile on
     columns scales [R' / 32, K] of padded rows R' = B · 128, transposed to [K, R' / 32], whose blocks of 4 columns are
@@ -56,6 +56,12 @@ def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
 def num_tiles(rows: int, num_experts: int) -> int:
     """B, the tiles of 128 rows that hold R = `rows` rows of the experts however they are routed."""
     return -(-rows // TILE) + num_experts
+
+
+def zero_past(x: Tensor, offsets: Tensor) -> Tensor:
+    """x [R, K] with zeros in rows past the last offset."""
+    past = torch.arange(x.shape[0], dtype=torch.int32, device=x.device) >= offsets[-1]
+    return x.masked_fill(past[:, None], 0.0)
 
 
 def padded_offsets(offsets: Tensor) -> Tensor:
