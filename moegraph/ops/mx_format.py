@@ -15,7 +15,7 @@ torchao have them:
 | --- | --- | --- |
 | only zeros | scale 0, data ±0 | scale 0, data ±0 |
 | amax ≤ 1.75 · 2^-119, floor: < 2^-118 | scale 0, data ±0: flushed | scale 0, data x · 2^126, not x · 2^127 |
-| with NaN | scale 255, all data NaN | scale 255, NaN where x is, else ±0 |
+| with NaN | scale 255, all data NaN | scale 255, NaN where x is not finite, else ±0 |
 | with Inf, without NaN | scale 254, ±448 for Inf, else x · 2^-127 | scale 247, ±448 for Inf, else x · 2^-120 |
 
 So a block with NaN decodes to NaN throughout. One with Inf decodes to Inf where it was, in fp32 and bf16, but what is

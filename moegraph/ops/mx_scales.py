@@ -37,8 +37,8 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     rows, columns = _up(n, TILE), _up(c, _COLUMNS)
     padded = scale.new_zeros(*lead, rows, columns)
     padded[..., :n, :c] = scale
-    blocks = padded.reshape(-1, rows // TILE, 4, 32, columns // _COLUMNS, _COLUMNS)
-    return blocks.permute(0, 1, 4, 3, 2, 5).reshape(*lead, rows, columns)
+    blocks = padded.reshape(*lead, rows // TILE, 4, 32, columns // _COLUMNS, _COLUMNS)
+    return blocks.transpose(-4, -2).reshape(*lead, rows, columns)
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
@@ -49,8 +49,8 @@ def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
     *lead, n, c = swizzled.shape
     if (n, c) != (_up(rows, TILE), _up(columns, _COLUMNS)):
         raise ValueError(f"swizzled scales {tuple(swizzled.shape)} are not those of {rows} rows and {columns} columns")
-    blocks = swizzled.reshape(-1, n // TILE, c // _COLUMNS, 32, 4, _COLUMNS)
-    return blocks.permute(0, 1, 4, 3, 2, 5).reshape(*lead, n, c)[..., :rows, :columns]
+    blocks = swizzled.reshape(*lead, n // TILE, c // _COLUMNS, 32, 4, _COLUMNS)
+    return blocks.transpose(-4, -2).reshape(*lead, n, c)[..., :rows, :columns]
 
 
 def num_tiles(rows: int, num_experts: int) -> int:

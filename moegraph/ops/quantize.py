@@ -58,8 +58,7 @@ def _fake_rows(x: Tensor, experts: int, swizzled: bool) -> tuple[Tensor, Tensor]
 
 
 def _fake_columns(x: Tensor, experts: int, swizzled: bool) -> tuple[Tensor, Tensor]:
-    if not experts:
-        check_mx_input(x, -2)
+    check_mx_input(x, None if experts else -2)
     *lead, n, k = x.shape
     high = num_tiles(n, experts) * TILE if experts else n
     scale = _scales(x, *lead, _up(k), _up(high) // BLOCK) if swizzled else _scales(x, *lead, high // BLOCK, k)
