@@ -28,7 +28,7 @@ from moegraph.kernels.launch import Launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule
 
 _TILE = 128
-_CONFIG = Config(block_m=32, block_n=128, num_warps=4)
+_CONFIG = Config(block_n=128, num_warps=4)
 
 
 class Quantized(NamedTuple):
@@ -169,9 +169,15 @@ def empty_quantized(x: Tensor, num_experts: int, *, rows: bool, columns: bool, s
 
 
 def mx_quantize_launch(
-    x: Tensor, out: Quantized, offsets: Tensor | None, schedule: Schedule | None, *, swizzled: bool
+    x: Tensor,
+    out: Quantized,
+    offsets: Tensor | None,
+    schedule: Schedule | None,
+    *,
+    swizzled: bool,
+    config: Config = _CONFIG,
 ) -> Launch:
-    """The launch that fills `out`."""
+    """The launch that fills `out`; of `config`, block_n columns per program, a multiple of 128, and the warps count."""
     *_, n, k = x.shape
     rows = x.numel() // k
     experts = 0 if offsets is None else offsets.shape[0]
@@ -202,10 +208,10 @@ def mx_quantize_launch(
         "COLUMNS": out.column_data is not None,
         "SWIZZLED": swizzled,
         "HARDWARE": on_hardware(),
-        "BLOCK_K": _CONFIG.block_n,
+        "BLOCK_K": config.block_n,
     }
-    grid = (launched * 4 * triton.cdiv(k, _CONFIG.block_n),)
-    return Launch(mx_quantize_kernel, grid, arguments, constants, _CONFIG)
+    grid = (launched * 4 * triton.cdiv(k, config.block_n),)
+    return Launch(mx_quantize_kernel, grid, arguments, constants, config)
 
 
 def mx_quantize(

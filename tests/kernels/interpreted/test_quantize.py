@@ -1,4 +1,4 @@
-"""Kernels that quantise, bit for bit the plain formulas. Subnormals are in fp32 only: the interpreter misreads bf16's."""
+"""Kernels that quantise, bit for bit the plain formulas. Subnormals are in fp32: the interpreter misreads bf16's."""
 
 from __future__ import annotations
 
