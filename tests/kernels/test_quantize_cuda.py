@@ -13,6 +13,7 @@ from moegraph import ops
 from moegraph.benchmarks.quantize import time_quantize
 from tests.kernels.cases import ragged
 from tests.kernels.quantize_cases import awkward, fp8, mismatch, mx_matrices, mx_ragged
+from tests.ops import exact_mx
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,8 @@ SIZES = [
     (5, 0, 0, 0, 0, 0, 0, 0),
 ]
 WIDTHS = [(torch.bfloat16, 2880), (torch.float32, 416), (torch.float16, 32)]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def same(have: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -75,6 +78,16 @@ def test_fp8_of_ragged_rows(sizes: tuple[int, ...], tail: int, dtype: torch.dtyp
     there, offsets = x.cuda(), case.offsets.cuda()
     have = (*ops.fp8_quantize_rows(there, offsets), *ops.fp8_quantize_columns_t(there, offsets))
     same(have, fp8(x, case.offsets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_awkward_blocks_are_those_of_exact_fractions(dtype: torch.dtype) -> None:
+    x = exact_mx.adversarial().to(dtype)
+    codes, scale = exact_mx.quantize_rows(x, "rceil")
+    data, found = ops.mx_quantize_rows(x.cuda())
+    same((data.view(torch.uint8), found[:, 0]), (codes, scale))
+    data, found = ops.mx_quantize_columns(x.t().contiguous().cuda())
+    same((data.view(torch.uint8).t(), found[0]), (codes, scale))
 
 
 def test_every_fp32_between_ties_is_rounded_by_the_chip_as_by_torch() -> None:

@@ -12,6 +12,7 @@ from moegraph.ops import fp8_format, mx_scales
 from moegraph.ops.mx_format import to_e4m3
 from tests.kernels.cases import ragged
 from tests.kernels.quantize_cases import awkward, fp8, mismatch, mx_matrices, mx_ragged
+from tests.ops import exact_mx
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -67,7 +68,7 @@ def test_mx_along_one_axis(swizzled: bool) -> None:
 # sizes, rows past the last offset, columns, dtype
 RAGGED = [
     ((0, 1, 31, 32, 33), 5, 160, torch.bfloat16),
-    ((127, 128, 129), 0, 64, torch.float32),
+    ((127, 128, 129), 0, 160, torch.float32),
     ((0, 0, 260, 0), 140, 32, torch.bfloat16),
     ((0, 0), 0, 32, torch.float32),
     ((0, 0), 3, 32, torch.float32),
@@ -105,9 +106,26 @@ def test_fp8_of_rows_short_and_long(shape: tuple[int, ...], dtype: torch.dtype) 
     """A row of 8200 elements is read twice, 8192 at a time; the largest may be in either part."""
     x = awkward(*shape, dtype=dtype, subnormal=dtype == torch.float32)
     x = x.nan_to_num(1.0, 2.0, 3.0)
-    x[..., 1::2, -1:] *= 3
+    x[..., 1::2, -1] = 2 * x[..., 1::2, :].abs().amax(-1)
     for a, b in zip(fp8_quantize.fp8_quantize_rows(x), fp8_format.quantize_rows(x), strict=True):
         assert mismatch(a, b) == ""
+
+
+def test_fp8_of_the_smallest_magnitudes() -> None:
+    x = torch.tensor([[1e-45, -0.0, 0.0], [1e-38, -1e-39, 0.0], [0.0, -0.0, 0.0]])
+    for a, b in zip(fp8_quantize.fp8_quantize_rows(x), fp8_format.quantize_rows(x), strict=True):
+        assert mismatch(a, b) == ""
+
+
+def test_mx_of_awkward_blocks_is_that_of_exact_fractions() -> None:
+    x = exact_mx.adversarial()
+    codes, scale = exact_mx.quantize_rows(x, "rceil")
+    found = mx_quantize.mx_quantize(x)
+    assert mismatch(found.row_data.view(torch.uint8), codes) == ""
+    assert mismatch(found.row_scale[:, 0], scale) == ""
+    found = mx_quantize.mx_quantize(x.t().contiguous(), rows=False, columns=True)
+    assert mismatch(found.column_data.view(torch.uint8).t(), codes) == ""
+    assert mismatch(found.column_scale[0], scale) == ""
 
 
 def test_padded_offsets_of_many_experts() -> None:
