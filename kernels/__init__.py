@@ -11,6 +11,9 @@
 | `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
+| `mx_quantize.py` | MXFP8 along rows, columns or both, scales swizzled | `moegraph.ops.mx_format`, `mx_scales` |
+| `fp8_quantize.py` | FP8 with fp32 scales per row, or per expert's column | `moegraph.ops.fp8_format` |
+| `padded_offsets.py` | ends of experts' runs padded to tiles | `moegraph.ops.mx_scales.padded_offsets` |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not

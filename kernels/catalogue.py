@@ -10,9 +10,12 @@ from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
 from moegraph.kernels.chips import Card
 from moegraph.kernels.direct_plan import base_launch, destination_launch
 from moegraph.kernels.direct_rows import put_rows_launch, send_back_launch, sum_slots_launch, take_rows_launch
+from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
+from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
+from moegraph.kernels.padded_offsets import padded_offsets_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.signals import ARRIVED, FREE, signal_launch, wait_launch
@@ -99,3 +102,35 @@ def exchange_launches(
     yield "say_free", signal_launch(table, epoch, FREE, ranks - 1)
     yield "wait_for_rows", wait_launch(flags, epoch, ARRIVED)
     yield "wait_until_free", wait_launch(flags, epoch, FREE)
+
+
+def quantize_launches(
+    *, rows: int, columns: int, num_experts: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of what quantises ragged rows [R, K] and weights [E, K, K], on meta tensors."""
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    def index(*shape: int) -> torch.Tensor:
+        return tensor(*shape, kind=torch.int32)
+
+    x, weight = tensor(rows, columns), tensor(num_experts, columns, columns)
+    offsets, limit = index(num_experts), max_tiles(rows, num_experts, 128)
+    schedule = Schedule(index(limit), index(limit), index(limit), index(1))
+    for name, axes in {"rows": (True, False), "columns": (False, True), "both": (True, True)}.items():
+        for swizzled in (False, True):
+            suffix = f"{name}{'_swizzled' * swizzled}"
+            asked = {"rows": axes[0], "columns": axes[1], "swizzled": swizzled}
+            out = empty_quantized(x, num_experts, **asked)
+            yield f"mx_{suffix}", mx_quantize_launch(x, out, offsets, schedule, swizzled=swizzled)
+            out = empty_quantized(weight, 0, **asked)
+            yield f"mx_weight_{suffix}", mx_quantize_launch(weight, out, None, None, swizzled=swizzled)
+    data, scale = tensor(rows, columns, kind=torch.float8_e4m3fn), tensor(rows, kind=torch.float32)
+    yield "fp8_rows", fp8_rows_launch(x, offsets, data, scale)
+    padded = (-(-rows // 128) + num_experts) * 128
+    data, scale = tensor(columns, padded, kind=torch.float8_e4m3fn), tensor(num_experts, columns, kind=torch.float32)
+    amax = index(num_experts, columns)
+    for name, find_amax in (("fp8_columns_amax", True), ("fp8_columns", False)):
+        yield name, fp8_columns_launch(x, offsets, schedule, amax, scale, data, find_amax=find_amax)
+    yield "padded_offsets", padded_offsets_launch(offsets, index(num_experts))

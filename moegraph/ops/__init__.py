@@ -48,9 +48,18 @@ from moegraph.ops.grouped_mm import (
     grouped_mm_wgrad_add,
 )
 from moegraph.ops.linear import linear, router_logits
+from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
+from moegraph.ops.quantize import (
+    mx_quantize_both,
+    mx_quantize_columns,
+    mx_quantize_ragged_both,
+    mx_quantize_ragged_columns,
+    mx_quantize_rows,
+)
+from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
@@ -98,6 +107,8 @@ __all__ = [
     "expert_ffn_dgrad",
     "expert_scores",
     "flops",
+    "fp8_quantize_columns_t",
+    "fp8_quantize_rows",
     "gather_weights",
     "gather_weights_backward",
     "grouped_mm",
@@ -108,6 +119,13 @@ __all__ = [
     "join_tokens",
     "linear",
     "merge_heads",
+    "mx_dequantize",
+    "mx_quantize",
+    "mx_quantize_both",
+    "mx_quantize_columns",
+    "mx_quantize_ragged_both",
+    "mx_quantize_ragged_columns",
+    "mx_quantize_rows",
     "overflow",
     "pack_rows",
     "permute",

@@ -43,6 +43,14 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
+from moegraph.ops.quantize import (
+    mx_quantize_both,
+    mx_quantize_columns,
+    mx_quantize_ragged_both,
+    mx_quantize_ragged_columns,
+    mx_quantize_rows,
+)
+from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
@@ -143,6 +151,13 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     row_numbers: Facts("pointwise"),
     direct_dispatch: Facts("gather", (_mg.direct_dispatch.default, _mg.direct_take.default)),
     direct_return: Facts("gather", (_mg.direct_return.default, _mg.direct_put.default)),
+    mx_quantize_rows: Facts("gather", (_mg.mx_quantize_rows.default,)),
+    mx_quantize_columns: Facts("gather", (_mg.mx_quantize_columns.default,)),
+    mx_quantize_ragged_columns: Facts("gather", (_mg.mx_quantize_ragged_columns.default,)),
+    mx_quantize_both: Facts("gather", (_mg.mx_quantize_both.default,)),
+    mx_quantize_ragged_both: Facts("gather", (_mg.mx_quantize_ragged_both.default,)),
+    fp8_quantize_rows: Facts("gather", (_mg.fp8_quantize_rows.default,)),
+    fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

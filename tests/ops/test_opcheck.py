@@ -95,6 +95,13 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "direct_return": (mg.direct_return, (*floats((ROWS, D), grad=True), *DIRECT, K, "ep"), ALL),
     "direct_put": (mg.direct_put, (*floats((T, D)), *DIRECT[1:], ROWS, "ep"), NO_GRADIENT),
     "direct_take": (mg.direct_take, (*floats((ROWS, D), (ROWS,)), *DIRECT, K, "ep"), NO_GRADIENT),
+    "mx_quantize_rows": (mg.mx_quantize_rows, (*floats((ROWS, 64)), OFFSETS, True), NO_GRADIENT),
+    "mx_quantize_columns": (mg.mx_quantize_columns, (*floats((E, 64, D)), False), NO_GRADIENT),
+    "mx_quantize_ragged_columns": (mg.mx_quantize_ragged_columns, (*floats((ROWS, D)), OFFSETS, True), NO_GRADIENT),
+    "mx_quantize_both": (mg.mx_quantize_both, (*floats((E, 64, 32)), True), NO_GRADIENT),
+    "mx_quantize_ragged_both": (mg.mx_quantize_ragged_both, (*floats((ROWS, 32)), OFFSETS, False), NO_GRADIENT),
+    "fp8_quantize_rows": (mg.fp8_quantize_rows, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
+    "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }

@@ -91,6 +91,7 @@ def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
         "direct_take",
     }
     helpers = {"attention_backend", "bucket_capacity", "grouped_mm_backend", "flops", "Facts"}
+    helpers |= {"mx_quantize", "mx_dequantize"}
     constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE", "COMMUNICATION", "EXPERT_GROUP"}
     assert listed == set(ops.__all__) - gradients - helpers - constants
     assert {facts.cost for facts in ops.OPERATORS.values()} == {"matmul", "gather", "pointwise"}

@@ -1,0 +1,38 @@
+"""fp32 to E4M3, the 8-bit floating point of MXFP8 and FP8, in a kernel.
+
+A device has an instruction for it. Triton's interpreter rounds E4M3 wrongly (ties away from zero, subnormals down), so
+there the bits are computed. Which one is a constant of the launch, `HARDWARE`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+INFINITE = tl.constexpr(0x7F800000)  # bits of fp32 infinity; NaN is above
+NAN_BYTE = tl.constexpr(0x7F)
+
+
+def on_hardware() -> bool:
+    """Whether kernels are compiled rather than interpreted."""
+    return not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of fp32 as int32: ordered as the magnitudes are, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def to_e4m3(x, HARDWARE: tl.constexpr):
+    """fp32, not NaN, → E4M3 as uint8: saturated at ±448, nearest even."""
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    x = tl.clamp(x, -E4M3_MAX, E4M3_MAX)
+    bits = magnitude_bits(x)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # exponents are biased by 127 and by 7
+    subnormal = magnitude_bits(tl.abs(x) + 16384.0) - 0x46800000  # in units of 2^-9, the spacing of fp32 at 2^14
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (tl.where(bits < (121 << 23), subnormal, normal) | sign).to(tl.uint8)

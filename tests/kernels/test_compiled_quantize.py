@@ -1,0 +1,54 @@
+"""Kernels that quantise, compiled for three chips without a GPU: no spills, the chip's own rounding to E4M3, rows moved
+16 bytes at a time, and no multiplication that flushes subnormals."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from moegraph.kernels.catalogue import quantize_launches
+from moegraph.kernels.chips import CHIPS
+from moegraph.kernels.compiled import build, compile_launch
+
+SHAPE = {"rows": 262144, "columns": 2048, "num_experts": 128}
+KERNELS = dict(quantize_launches(**SHAPE))
+CAST = "cvt.rn.satfinite.e4m3x2.f32"
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_does_not_spill(name: str, capability: int) -> None:
+    report = compile_launch(KERNELS[name], capability)
+    assert report.fits, report
+    assert report.registers <= 128, report
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("fp8_columns_amax", "padded_offsets")])
+def test_data_moves_in_16_bytes_and_is_rounded_by_the_chip(name: str) -> None:
+    ptx = build(KERNELS[name], 90).asm["ptx"]
+    assert CAST in ptx
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert ".ftz" not in ptx
+
+
+@pytest.mark.parametrize("num_experts", [3, 1024])
+@pytest.mark.parametrize("columns", [2880, 14336])
+def test_fp32_and_other_widths_do_not_spill_either(columns: int, num_experts: int) -> None:
+    shape = {"rows": 4096, "columns": columns, "num_experts": num_experts, "dtype": torch.float32}
+    for name, launch in quantize_launches(**shape):
+        if "weight" not in name:
+            assert compile_launch(launch, 90).fits, name
+
+
+def test_one_row_of_one_expert_and_one_tile_compile_too() -> None:
+    """Triton makes a constant of an argument that is 1."""
+    for name, launch in quantize_launches(rows=1, columns=32, num_experts=1):
+        assert compile_launch(launch, 90).fits, name
+
+
+def test_the_maxima_of_columns_are_found_without_floating_point_atomics() -> None:
+    ptx = build(KERNELS["fp8_columns_amax"], 90).asm["ptx"]
+    assert set(re.findall(r"(?:atom|red)\.global\S*", ptx)) == {"atom.global.gpu.relaxed.max.s32"}
