@@ -31,7 +31,7 @@ _EPILOGUES = {
 }
 
 
-_FP8_UP = [(1, False, False), (1, True, False)]  # its rows come gathered
+_FP8_UP = _STORES  # its rows come gathered
 
 
 def candidates(kernel: str, dtype: torch.dtype, n: int, k: int, capability: int) -> list[Config]:

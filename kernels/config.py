@@ -46,7 +46,7 @@ def shared_memory(kernel: str, config: Config, dtype: torch.dtype, capability: i
     c, size = config, max(dtype.itemsize, 2)  # of the result: bf16 for FP8 operands
     loads = c.num_stages * (c.block_m + c.block_n) * c.block_k * dtype.itemsize
     if kernel == "up_swiglu":
-        return loads + c.block_m * c.block_n * size  # gate and up as stored, and the activation
+        return loads + c.block_m * c.block_n * size // c.parts  # gate and up as stored, and the activation
     if kernel == "dgrad_swiglu" and not c.separate:
         return loads + 2 * c.block_m * (c.block_n // c.parts) * size
     return loads + c.block_m * (c.block_n // (c.parts if capability // 10 == 9 else 1)) * size
@@ -74,6 +74,8 @@ def default_config(kernel: str, dtype: torch.dtype, n: int, k: int, capability: 
         config = Config(block_n=wide, block_k=_fit(k, 64 if dtype.itemsize > 1 else 128), parts=wide // 64)
     if capability // 10 != 10 or dtype == torch.float32:
         return config
+    if kernel == "up_swiglu" and dtype == FP8:  # wider, scaling and splitting the accumulator spills
+        config = replace(config, block_n=min(config.block_n, 128), parts=1, flatten=False)
     limit = CHIPS.get(capability, CHIPS[100]).shared_limit
     deeper = (replace(config, num_stages=stages) for stages in (4, 3, 2))
     return next((each for each in deeper if shared_memory(kernel, each, dtype, capability) <= limit), config)
@@ -100,11 +102,19 @@ def _hopper(kernel: str, dtype: torch.dtype, n: int, k: int) -> Config:
 def _hopper_fp8(kernel: str, n: int, k: int) -> Config:
     """Tiles of 16 bits with twice the depth: as many bytes."""
     if kernel == "up_swiglu":
-        return Config(block_n=2 * _fit(n, 128), block_k=_fit(k, 128, 32))
+        return Config(block_n=2 * _fit(n, 128), block_k=_fit(k, 128, 32), parts=2, flatten=True)
     if kernel == "wgrad":
         return Config(block_m=_fit(n, 128, 64), block_n=_fit(k, 256), block_k=128, flatten=True)
     separate = kernel == "dgrad_swiglu"
     return Config(block_n=_fit(n, 256, 32), block_k=_fit(k, 128, 32), parts=2, flatten=True, separate=separate)
+
+
+def mx_config(kernel: str, n: int, k: int) -> Config:
+    """The rule for MXFP8 on data-centre Blackwell, not measured: 128 rows, because a block of scales has as many."""
+    wide = _fit(n, 256 if kernel != "up_swiglu" else 128, 128)
+    if kernel == "up_swiglu":
+        return Config(block_n=2 * wide, block_k=128, num_stages=3, parts=2)
+    return Config(block_n=wide, block_k=128, num_stages=3, parts=wide // 64 if kernel == "dgrad_swiglu" else 2)
 
 
 def rule_reason(dtype: torch.dtype, capability: int | None) -> str:

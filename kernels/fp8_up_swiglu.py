@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moegraph.kernels.activation import Activation, gated
+from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config, exact_config
 from moegraph.kernels.fp8_rows_gemm import EXACT
 from moegraph.kernels.launch import (
@@ -27,13 +27,12 @@ from moegraph.kernels.launch import (
     load_rows,
     persistent_programs,
     schedule_arguments,
-    store_half,
-    store_rows,
     tile_constants,
     tile_of,
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.up_epilogue import up_epilogue
 
 
 @triton.jit
@@ -57,6 +56,7 @@ def fp8_up_swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -82,22 +82,15 @@ def fp8_up_swiglu_kernel(
             b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
         r = first + tl.arange(0, BLOCK_M)
-        c = pn * HALF + tl.arange(0, HALF)
-        at = which * 2 * F + c
+        c = tl.arange(0, BLOCK_N)
+        col = pn * HALF + c % HALF
+        at = which * 2 * F + (c // HALF) * F + col
         by_row = tl.load(row_scale_ptr + r, mask=r < live, other=0.0)
+        by_column = tl.load(weight_scale_ptr + at, mask=col < F, other=0.0)
+        acc = acc * by_row[:, None] * by_column[None, :]
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
-        gate = gate * by_row[:, None] * tl.load(weight_scale_ptr + at, mask=c < F, other=0.0)[None, :]
-        up = up * by_row[:, None] * tl.load(weight_scale_ptr + F + at, mask=c < F, other=0.0)[None, :]
-        if BIAS:
-            real = (c < F) & (e < E)
-            gate += tl.load(bias_ptr + at, mask=real, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias_ptr + F + at, mask=real, other=0.0).to(tl.float32)[None, :]
-        gate = gate.to(z_desc.dtype)
-        up = up.to(z_desc.dtype)
-        store_half(z_desc, first, last, 0, pn * HALF, gate, BLOCK_M, HALF)
-        act = gated(gate.to(tl.float32), up.to(tl.float32), CLAMPED, ALPHA, LIMIT)
-        store_rows(act_desc, first, last, pn * HALF, act.to(act_desc.dtype), BLOCK_M, HALF)
-        store_half(z_desc, first, last, 1, pn * HALF, up, BLOCK_M, HALF)
+        rows, tensors = (first, last, live, bias_ptr + which * 2 * F), (z_desc, act_desc)
+        up_epilogue(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
 
 
 def fp8_up_swiglu_launch(
@@ -130,8 +123,8 @@ def fp8_up_swiglu_launch(
         "row_scale_ptr": row_scale,
         "weight_scale_ptr": weight_scale,
         "bias_ptr": bias if bias is not None else z,
-        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half]),
-        "act_desc": create_ragged_descriptor(act, [c.block_m, half]),
+        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half // c.parts]),
+        "act_desc": create_ragged_descriptor(act, [c.block_m, half // c.parts]),
         **schedule_arguments(schedule),
     }
     constants = {
@@ -139,6 +132,7 @@ def fp8_up_swiglu_launch(
         "F": f,
         "D": d,
         **tile_constants(c, programs, rows.dtype),
+        "PARTS": c.parts,
         "BIAS": bias is not None,
         **activation.constants(),
         "FLATTEN": c.flatten,
