@@ -15,7 +15,7 @@ from moegraph.kernels.config import FP8, Config
 from moegraph.kernels.fp8_dgrad_swiglu import fp8_dgrad_swiglu_launch
 from moegraph.kernels.fp8_rows_gemm import fp8_grouped_mm_launch
 from moegraph.kernels.fp8_up_swiglu import fp8_up_swiglu_launch
-from moegraph.kernels.fp8_wgrad import ALIGN, fp8_wgrad_launch
+from moegraph.kernels.fp8_wgrad import fp8_wgrad_launch, padded_rows
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.shapes import Problem
 from moegraph.kernels.tiles import Schedule, max_tiles
@@ -61,8 +61,3 @@ def fp8_product_launch(problem: Problem, config: Config, *, row_weight: bool = F
         config=replace(config, separate=False),
         schedule=schedule,
     )
-
-
-def padded_rows(rows: int, experts: int) -> int:
-    """The room that R rows over E experts need at most, every expert's run padded to a multiple of ALIGN."""
-    return -(-rows // ALIGN) * ALIGN + experts * ALIGN

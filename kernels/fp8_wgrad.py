@@ -28,6 +28,11 @@ from moegraph.kernels.tuning import choose_config
 ALIGN = 128  # rows: what a run starts at a multiple of, and a multiple of every block_k
 
 
+def padded_rows(rows: int, experts: int) -> int:
+    """The room that R rows over E experts need at most, every expert's run padded to a multiple of ALIGN."""
+    return -(-rows // ALIGN) * ALIGN + experts * ALIGN
+
+
 @triton.jit
 def fp8_wgrad_kernel(
     grad_desc,
@@ -88,7 +93,8 @@ def fp8_wgrad_launch(
 ) -> Launch:
     """The launch that writes `out` [E, N, K]."""
     (n, padded), k, experts = grad_t.shape, rows_t.shape[0], offsets.shape[0]
-    c = config or choose_config("wgrad", grad_t.dtype, n, k, padded, experts, grad_t.device).config
+    rows = max(padded - experts * ALIGN, 0)  # about: what is left without the room for padding
+    c = config or choose_config("wgrad", grad_t.dtype, n, k, rows, experts, grad_t.device).config
     c = exact_config(c) if exact and config is None else c
     if ALIGN % c.block_k:
         raise ValueError(

@@ -42,11 +42,16 @@ def fp8_backend(n: int, k: int, where: torch.device | Card) -> tuple[str, str]:
         return "emulated", f"no CUDA device ({where})"
     if card.capability // 10 not in (9, 10):
         return "emulated", f"no FP8 kernels are written for compute capability {card.capability // 10}.x"
-    if n % 16 or k % 16:
-        return "emulated", f"rows of {n} and {k} elements are not multiples of 16 bytes"
+    if no_fp8_kernel(n, k):
+        return "emulated", no_fp8_kernel(n, k)
     if card.capability // 10 == 10:
         return "triton", "compiled for this chip, not measured on it"
     return "triton", "FP8 matrix units"
+
+
+def no_fp8_kernel(n: int, k: int) -> str:
+    """Why no FP8 kernel takes products of widths n and k; empty where one does."""
+    return f"rows of {n} and {k} elements are not multiples of 16 bytes" if n % 16 or k % 16 else ""
 
 
 def uses_fp8_kernels(data: Tensor, n: int, k: int) -> bool:
