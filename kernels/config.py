@@ -70,7 +70,7 @@ def default_config(kernel: str, dtype: torch.dtype, n: int, k: int, capability: 
     """
     config = _hopper(kernel, dtype, n, k)
     if kernel == "dgrad_swiglu" and dtype != torch.float32 and capability // 10 == 10:
-        wide = _fit(n, 256, 64)
+        wide = _fit(n, 256 if dtype != FP8 else 128, 64)
         config = Config(block_n=wide, block_k=_fit(k, 64 if dtype.itemsize > 1 else 128), parts=wide // 64)
     if capability // 10 != 10 or dtype == torch.float32:
         return config
@@ -107,6 +107,11 @@ def _hopper_fp8(kernel: str, n: int, k: int) -> Config:
         return Config(block_m=_fit(n, 128, 64), block_n=_fit(k, 256), block_k=128, flatten=True)
     separate = kernel == "dgrad_swiglu"
     return Config(block_n=_fit(n, 256, 32), block_k=_fit(k, 128, 32), parts=2, flatten=True, separate=separate)
+
+
+def block_config(n: int) -> Config:
+    """The rule for FP8 products with scales per 128 of the contraction: as `exact_config`."""
+    return Config(block_n=_fit(n, 128, 32), block_k=128, num_stages=4)
 
 
 def mx_config(kernel: str, n: int, k: int) -> Config:

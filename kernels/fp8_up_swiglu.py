@@ -4,13 +4,16 @@
     a[r] = silu(gate) · up                                  a [R, F] bf16; or the clamped SwiGLU (activation.py)
 
 rows [R, D] and W [E, 2F, D] are float8_e4m3fn, gathered already; scales are fp32, row_scale [R] and
-weight_scale [E, 2F]. `a` is computed from z as stored; its own scale needs the largest of a whole row, which one tile
-does not see, so it leaves in bf16. Rows past the last offset are written as zeros.
+weight_scale [E, 2F]. `a` is computed from z as stored; a scale per row of it needs the largest of a whole row, which
+one tile does not see, so it leaves in bf16. With `quantise` it leaves in FP8 with a scale per 128 columns, [F/128, R],
+for `fp8_block_gemm`; F is then a multiple of 128. Rows past the last offset are written as zeros.
 
 Legend: R rows, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,7 +23,8 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.activation import Activation
-from moegraph.kernels.config import Config, exact_config
+from moegraph.kernels.config import FP8, Config, default_config, exact_config
+from moegraph.kernels.fp8_block_gemm import BLOCK
 from moegraph.kernels.fp8_rows_gemm import EXACT
 from moegraph.kernels.launch import (
     Launch,
@@ -32,7 +36,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
-from moegraph.kernels.up_epilogue import up_epilogue
+from moegraph.kernels.up_epilogue import up_epilogue, up_epilogue_fp8
 
 
 @triton.jit
@@ -44,10 +48,12 @@ def fp8_up_swiglu_kernel(
     bias_ptr,
     z_desc,
     act_desc,
+    act_scale_ptr,
     expert_ptr,
     first_ptr,
     last_ptr,
     count_ptr,
+    num_rows,
     E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
@@ -57,6 +63,7 @@ def fp8_up_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PARTS: tl.constexpr,
+    QUANTISE: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -90,7 +97,11 @@ def fp8_up_swiglu_kernel(
         acc = acc * by_row[:, None] * by_column[None, :]
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         rows, tensors = (first, last, live, bias_ptr + which * 2 * F), (z_desc, act_desc)
-        up_epilogue(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+        if QUANTISE:
+            scale = up_epilogue_fp8(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, F, BIAS, CLAMPED, ALPHA, LIMIT)
+            tl.store(act_scale_ptr + pn * num_rows + r, scale, mask=r < last)
+        else:
+            up_epilogue(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
 
 
 def fp8_up_swiglu_launch(
@@ -101,6 +112,7 @@ def fp8_up_swiglu_launch(
     offsets: Tensor,
     z: Tensor,
     act: Tensor,
+    act_scale: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     activation: Activation = Activation(),
@@ -108,11 +120,15 @@ def fp8_up_swiglu_launch(
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """The launch that writes `z` [R, 2F] and `act` [R, F]; `bias` [E, 2F] bf16."""
+    """The launch that writes `z` [R, 2F] and `act` [R, F], and `act_scale` [F/128, R] if given; `bias` [E, 2F] bf16."""
     num_experts, two_f, d = weight.shape
     f = two_f // 2
     c = config or choose_config("up_swiglu", rows.dtype, f, d, rows.shape[0], num_experts, rows.device).config
     c = exact_config(c) if exact and config is None else c
+    if act_scale is not None:
+        c = replace(default_config("up_swiglu", FP8, f, d), parts=1) if config is None else c
+        if c.block_n != 2 * BLOCK or c.parts != 1:
+            raise ValueError(f"fp8_up_swiglu: a tile of {c} does not hold the {BLOCK} columns that share a scale")
     schedule = schedule or tile_schedule(offsets, rows.shape[0], c.block_m)
     half = c.block_n // 2
     programs = persistent_programs(rows.device)
@@ -125,7 +141,9 @@ def fp8_up_swiglu_launch(
         "bias_ptr": bias if bias is not None else z,
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half // c.parts]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, half // c.parts]),
+        "act_scale_ptr": act_scale if act_scale is not None else row_scale,
         **schedule_arguments(schedule),
+        "num_rows": rows.shape[0],
     }
     constants = {
         "E": num_experts,
@@ -133,6 +151,7 @@ def fp8_up_swiglu_launch(
         "D": d,
         **tile_constants(c, programs, rows.dtype),
         "PARTS": c.parts,
+        "QUANTISE": act_scale is not None,
         "BIAS": bias is not None,
         **activation.constants(),
         "FLATTEN": c.flatten,
@@ -161,3 +180,24 @@ def fp8_up_swiglu(
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act)
         fp8_up_swiglu_launch(*tensors, bias=bias, activation=activation, exact=exact, config=config).run()
     return z, act
+
+
+def fp8_up_swiglu_blocks(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = Activation(),
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fp8_up_swiglu`, with `quantise`: → (z [R, 2F] bf16, a [R, F] FP8, its scale [F/128, R] fp32)."""
+    num_rows, two_f = rows.shape[0], weight.shape[1]
+    z = rows.new_empty(num_rows, two_f, dtype=torch.bfloat16)
+    act, act_scale = rows.new_empty(num_rows, two_f // 2), row_scale.new_empty(two_f // 2 // BLOCK, num_rows)
+    if z.numel():
+        tensors = (rows, row_scale, weight, weight_scale, offsets, z, act, act_scale)
+        fp8_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+    return z, act, act_scale

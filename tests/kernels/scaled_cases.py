@@ -69,3 +69,24 @@ def transposed_runs(x: Tensor, case: Ragged, align: int) -> tuple[Tensor, Tensor
     past = runs[0].new_full((x.shape[1], 16), 0x7F)  # NaN
     data = torch.cat([*runs, past], 1).contiguous().view(FP8)
     return data, torch.stack(scales).float(), torch.tensor(ends, dtype=torch.int32, device=x.device)
+
+
+def block_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] → FP8 data and fp32 scales [K/128, R] of each row's blocks of 128."""
+    data, scale = quantised(x.unflatten(1, (-1, 128)))
+    return data.flatten(1), scale.t().contiguous()
+
+
+def block_restored(data: Tensor, scale: Tensor) -> Tensor:
+    """What `block_quantised` made, in float64."""
+    return data.float().double() * scale.t().double().repeat_interleave(128, 1)
+
+
+def square_quantised(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """w [E, N, K] → FP8 data, fp32 scales [E, ⌈N/128⌉, K/128] of blocks of 128 × 128, and the values in float64."""
+    _, n, _ = w.shape
+    padded = torch.nn.functional.pad(w, (0, 0, 0, -n % 128)).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    scale = padded.abs().amax((2, 4)).clamp_min(1e-12) / 448
+    data = (padded / scale[:, :, None, :, None]).clamp(-448, 448).to(FP8)
+    values = data.float().double() * scale.double()[:, :, None, :, None]
+    return data.flatten(3).flatten(1, 2)[:, :n].contiguous(), scale, values.flatten(3).flatten(1, 2)[:, :n]

@@ -7,14 +7,18 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moegraph.kernels.candidates import candidates
 from moegraph.kernels.chips import CHIPS, Card
 from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import FP8, default_config, exact_config, shared_memory
+from moegraph.kernels.fp8_block_gemm import fp8_block_grouped_mm_launch
 from moegraph.kernels.fp8_products import fp8_product_launch
+from moegraph.kernels.fp8_up_swiglu import fp8_up_swiglu_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
+from moegraph.kernels.tiles import Schedule
 from moegraph.kernels.tuning import choose_for
 
 SIZES = {"tokens": 16384, "d_model": 4096, "d_ff": 2048, "num_experts": 16, "top_k": 4}
@@ -62,6 +66,29 @@ def test_the_fused_gradient_fits_in_half_width_tiles() -> None:
     )
     report = compile_launch(product_launch(PROBLEMS["dgrad_swiglu"], config), 90)
     assert report.fits, report
+
+
+def tensor(*shape: int, dtype: torch.dtype = FP8) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_kernels_with_scales_in_blocks_do_not_spill() -> None:
+    rows, d, f, experts = 65536, 4096, 2048, 16
+    f32, bf16, index = torch.float32, torch.bfloat16, tensor(4096, dtype=torch.int32)
+    offsets, options = tensor(experts, dtype=torch.int32), {"schedule": Schedule(*[index] * 4)}
+    x, x_scale, w_scale = tensor(rows, d), tensor(rows, dtype=f32), tensor(experts, 2 * f, dtype=f32)
+    act, act_scale, z = tensor(rows, f), tensor(f // 128, rows, dtype=f32), tensor(rows, 2 * f, dtype=bf16)
+    down, down_scale = tensor(experts, d, f), tensor(experts, d // 128, f // 128, dtype=f32)
+    for launch in (
+        fp8_up_swiglu_launch(x, x_scale, tensor(experts, 2 * f, d), w_scale, offsets, z, act, act_scale, **options),
+        fp8_block_grouped_mm_launch(
+            act, act_scale, down, down_scale, offsets, tensor(rows, d, dtype=bf16), row_weight=x_scale, **options
+        ),
+    ):
+        report = compile_launch(launch, 90)
+        assert report.fits, report
+        assert report.asynchronous_loads, report
+        assert re.search(INSTRUCTION[90], build(launch, 90).asm["ptx"])
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moegraph.ops import mx_mm, scaled_mm
+from moegraph.ops import block_mm, mx_mm, scaled_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
 from moegraph.ops.scaled_reference import swizzle, swizzle_grouped
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import (
+    block_restored,
     grouped64,
     mx_quantised,
     mx_restored,
     poisoned,
     quantised,
     restored,
+    square_quantised,
     transposed_runs,
 )
 
@@ -117,6 +119,27 @@ def test_the_fp8_weight_gradient_equals_float64(sizes: tuple[int, ...], k: int, 
         else:
             assert not have[e].any()
         start += size
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("d", "f"), [(256, 512), (2048, 1024)])
+def test_an_activation_quantised_in_blocks_goes_through_the_down_projection(
+    sizes: tuple[int, ...], d: int, f: int
+) -> None:
+    case = ragged(sizes, 37, "cuda")
+    p, _ = fp8_operands(case, d, 2 * f)
+    z, act, scale = block_mm.fp8_up_swiglu_blocks(*p)
+    assert torch.equal(z, scaled_mm.fp8_up_swiglu(*p)[0])
+    blocks = activation_slopes(z.double(), 0.0, 0.0)[0].unflatten(1, (-1, 128))
+    largest, a = blocks.abs().amax(-1, keepdim=True), block_restored(act, scale)
+    # Half of the last of four bits, or half of the smallest FP8 value; 448 is the largest.
+    off = (blocks - a.unflatten(1, (-1, 128))).abs()
+    assert (off <= blocks.abs() / 15.5 + largest / 448 / 1000 + 1e-12).all()
+    weight, weight_scale, values = square_quantised(torch.randn(len(sizes), d, f, device="cuda"))
+    row_weight = torch.rand(case.rows, device="cuda")
+    have = block_mm.fp8_block_grouped_mm(act, scale, weight, weight_scale, case.offsets, row_weight)
+    close(have, grouped64(a, values, case) * row_weight.double()[:, None], BOUND[True])
+    assert not have[case.rows - case.tail :].any()
 
 
 def test_exact_accumulation_is_closer_over_a_long_contraction() -> None:
