@@ -1,12 +1,12 @@
 """Scales of MX operands as Blackwell's tensor cores read them, for kernels.
 
 An MX block is 32 elements along the contraction; its scale is a byte, the exponent of a power of two plus 127. The
-bytes of 128 rows and 128 of the contraction form a block of 512, [32, 16], in the order that
-`moegraph.ops.scaled_reference.swizzle` writes:
+bytes of 128 rows and 128 of the contraction are a block of 512, in the order that
+`moegraph.ops.scaled_reference.swizzle` writes; blocks follow row by row:
 
-    weights   [E, ⌈N/128⌉, ⌈K/128⌉, 32, 16]
-    rows      [B, ⌈K/128⌉, 32, 16]      every expert's rows start a new block, so that block i belongs to row block i of
-                                        the schedule of 128 rows, and nothing else says where scales lie
+    weights   [E, 128 · ⌈N/128⌉, 4 · ⌈K/128⌉]
+    rows      [128 · B, 4 · ⌈K/128⌉]      every expert's rows start a new block, so that block i belongs to row block i
+                                          of the schedule of 128 rows, and nothing else says where scales lie
 
 What pads the contraction in a block is zero; what pads its rows does not matter.
 """
@@ -22,8 +22,8 @@ NOWHERE = tl.constexpr(1 << 24)  # a block past the end, loaded as zeros: of row
 
 
 def scales_descriptor(scale: Tensor, rows: int, block_k: int) -> TensorDescriptor:
-    """A descriptor of swizzled scales [.., B, C, 32, 16] that loads those of `rows` rows and block_k columns."""
-    *_, blocks, columns, _, _ = scale.shape
+    """A descriptor of swizzled scales [.., 128 · B, 4 · C] that loads those of `rows` rows and block_k columns."""
+    blocks, columns = scale.shape[-2] // 128, scale.shape[-1] // 4
     groups = scale.numel() // max(blocks * columns * 512, 1)
     shape = [groups, blocks, columns, 2, 256]
     strides = [blocks * columns * 512, columns * 512, 512, 256, 1]

@@ -111,7 +111,7 @@ def mx_up_swiglu_launch(
     schedule = schedule or tile_schedule(offsets, rows.shape[0], c.block_m)
     half = c.block_n // 2
     programs = persistent_programs(rows.device)
-    halves = weight_scale.view(2 * num_experts, f // 128, *weight_scale.shape[2:])
+    halves = weight_scale.view(2 * num_experts, f, -1)
     arguments = {
         "rows_desc": create_ragged_descriptor(rows, [c.block_m, c.block_k]),
         "weight_desc": TensorDescriptor.from_tensor(weight.view(2 * num_experts, f, d), [1, half, c.block_k]),

@@ -111,7 +111,7 @@ def up_epilogue_fp8(
     first, last, _, _ = rows
     act = _activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
     largest = tl.max(tl.abs(act), 1)
-    inverse = tl.where(largest > 0, 448.0 / largest, 0.0)
+    inverse = tl.minimum(448.0 / largest, 3.4028234e38)  # the largest fp32 for a block of zeros
     data = tl.clamp(act * inverse[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     store_rows(tensors[1], first, last, col, data.to(tensors[1].dtype), ROWS, COLS)
-    return largest / 448.0
+    return tl.where(largest == 0, 1.0, largest / 448.0)

@@ -50,9 +50,10 @@ def _quantised(act: Tensor) -> tuple[Tensor, Tensor]:
     """act [R, F] → FP8 data, and scales [F/128, R]."""
     blocks = act.view(act.shape[0], -1, BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, _LARGEST / largest, 0.0)
+    inverse = (_LARGEST / largest).clamp_max(torch.finfo(torch.float32).max)
     data = (blocks * inverse).clamp(-_LARGEST, _LARGEST).to(FP8)
-    return data.flatten(1), (largest[..., 0] / _LARGEST).t().contiguous()
+    scale = torch.where(largest == 0, 1.0, largest / _LARGEST)
+    return data.flatten(1), scale[..., 0].t().contiguous()
 
 
 @torch.library.custom_op("moegraph::fp8_block_grouped_mm", mutates_args=())
@@ -112,7 +113,7 @@ def fp8_up_swiglu_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `fp8_up_swiglu`, scales of the operands included → z [R, 2F] bf16, a [R, F] FP8, its scales [F/128, R] fp32.
 
-    `a` is quantised from fp32, computed from z as stored; a block of zeros has scale 0. Raises ValueError as
+    `a` is quantised from fp32, computed from z as stored; a block of zeros has scale 1. Raises ValueError as
     `fp8_up_swiglu` does, and for F % 128 ≠ 0.
     """
     check_product("fp8_up_swiglu_blocks", rows, weight)

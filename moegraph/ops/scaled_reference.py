@@ -67,7 +67,7 @@ def fp8_wgrad(grad_t: Tensor, grad_scale: Tensor, rows_t: Tensor, rows_scale: Te
 
 def scale_blocks(num_rows: int, num_experts: int) -> int:
     """Blocks of swizzled scales for R rows over E experts, at most, whatever the routing."""
-    return num_rows // SCALE_ROWS + num_experts
+    return -(-num_rows // SCALE_ROWS) + num_experts
 
 
 def scale_places(num_rows: int, offsets: Tensor) -> Tensor:
@@ -80,23 +80,24 @@ def scale_places(num_rows: int, offsets: Tensor) -> Tensor:
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Scales [..., N, K/32] uint8 → [..., ⌈N/128⌉, ⌈K/128⌉, 32, 16], in the order that tensor cores read.
+    """Scales [..., N, K/32] uint8 → [..., 128 · ⌈N/128⌉, 4 · ⌈K/128⌉], in the order that tensor cores read.
 
-    Within a block of 128 rows and 4 columns the byte of (r, c) lies at (r % 32) · 16 + (r // 32) · 4 + c; what pads a
-    block is zero. (PTX ISA, tcgen05, scale factors; cuBLAS, block scaling layout.)
+    Blocks of 128 rows and 4 columns are 512 bytes each and follow row by row. Within one, the byte of (r, c) lies at
+    (r % 32) · 16 + (r // 32) · 4 + c; what pads a block is zero.
+    (PTX ISA, tcgen05, scale factors; cuBLAS, block scaling layout.)
     """
     *front, n, columns = scale.shape
     rows, cols = -(-n // SCALE_ROWS), -(-columns // 4)
     padded = scale.new_zeros(*front, rows * SCALE_ROWS, cols * 4)
     padded[..., :n, :columns] = scale
     blocks = padded.view(*front, rows, 4, 32, cols, 4)
-    return blocks.movedim(-2, -4).transpose(-3, -2).reshape(*front, rows, cols, 32, 16)
+    return blocks.movedim(-2, -4).transpose(-3, -2).reshape(*front, rows * SCALE_ROWS, cols * 4)
 
 
 def swizzle_grouped(scale: Tensor, offsets: Tensor) -> Tensor:
-    """Scales [R, K/32] of rows sorted by expert → [R // 128 + E, ⌈K/128⌉, 32, 16]; each expert starts a new block.
+    """Scales [R, K/32] of rows sorted by expert → [128 · B, 4 · ⌈K/128⌉], B = ⌈R/128⌉ + E.
 
-    Nothing waits for the device. Rows past the last offset have no place.
+    Each expert starts a new block. Nothing waits for the device. Rows past the last offset have no place.
     """
     num_rows, columns = scale.shape
     blocks = scale_blocks(num_rows, offsets.shape[0])
@@ -107,10 +108,10 @@ def swizzle_grouped(scale: Tensor, offsets: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor) -> Tensor:
-    """[..., B, C, 32, 16] → [..., 128·B, 4·C], undoing `swizzle`."""
-    *front, rows, cols, _, _ = scale.shape
-    blocks = scale.reshape(*front, rows, cols, 32, 4, 4)
-    return blocks.transpose(-3, -2).movedim(-4, -2).reshape(*front, rows * SCALE_ROWS, cols * 4)
+    """[..., 128 · B, 4 · C] swizzled → the same shape in rows and columns, padding included."""
+    *front, rows, cols = scale.shape
+    blocks = scale.reshape(*front, rows // SCALE_ROWS, cols // 4, 32, 4, 4)
+    return blocks.transpose(-3, -2).movedim(-4, -2).reshape(*front, rows, cols)
 
 
 def mx_dequantise(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,13 +121,14 @@ def mx_dequantise(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (data.to(torch.float32) * spread).to(dtype)
 
 
-def mx_product(rows: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> Tensor:
-    """rows [R, K] and weight [E, N, K] FP8 with MX scales in either layout → [R, N] fp32; zero past the last offset."""
+def mx_product(
+    rows: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, swizzled: bool
+) -> Tensor:
+    """rows [R, K] and weight [E, N, K] FP8 with MX scales → [R, N] fp32; zero past the last offset."""
     columns = rows.shape[1] // MX_BLOCK
-    if row_scale.dim() == 4:
-        places = scale_places(rows.shape[0], offsets).clamp_(max=row_scale.shape[0] * SCALE_ROWS - 1)
+    if swizzled:
+        places = scale_places(rows.shape[0], offsets).clamp_(max=row_scale.shape[0] - 1)
         row_scale = unswizzle(row_scale)[places, :columns]
-    if weight_scale.dim() == 5:
         weight_scale = unswizzle(weight_scale)[:, : weight.shape[1], :columns]
     wide = wide_dtype(rows.device)
     left, right = mx_dequantise(rows, row_scale, wide), mx_dequantise(weight, weight_scale, wide)

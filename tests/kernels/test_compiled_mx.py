@@ -26,8 +26,8 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def operands(n: int, k: int) -> tuple[Tensor, ...]:
     data, scale = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.uint8}
-    rows = (tensor(R, k, **data), tensor(scale_blocks(R, E), k // 128, 32, 16, **scale))
-    return (*rows, tensor(E, n, k, **data), tensor(E, n // 128, k // 128, 32, 16, **scale))
+    rows = (tensor(R, k, **data), tensor(128 * scale_blocks(R, E), k // 32, **scale))
+    return (*rows, tensor(E, n, k, **data), tensor(E, n, k // 32, **scale))
 
 
 def launch(name: str) -> Launch:

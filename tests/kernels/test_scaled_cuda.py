@@ -3,6 +3,8 @@ of rows by block of rows, at every awkward group size; reproducible; without a h
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,7 +82,7 @@ def test_products_and_the_experts_halves_equal_float64(sizes: tuple[int, ...], d
     def operands(k: int, n: int) -> tuple[tuple[Tensor, ...], Tensor]:
         return fp8_operands(case, k, n) if "fp8" in kind else mx_operands(case, k, n, "swizzled" in kind)
 
-    options = {"exact": exact} if "fp8" in kind else {}
+    options = {"exact": exact} if "fp8" in kind else {"swizzled": "swizzled" in kind}
     module = scaled_mm if "fp8" in kind else mx_mm
     prefix = "fp8" if "fp8" in kind else "mx"
     row_weight = torch.rand(case.rows, device="cuda")
@@ -153,7 +155,7 @@ def test_exact_accumulation_is_closer_over_a_long_contraction() -> None:
 def test_two_runs_are_bitwise_equal_and_nothing_waits_for_the_device(kind: str) -> None:
     case = ragged((0, 1, 127, 700, 129), 37, "cuda")
     p, _ = fp8_operands(case, 512, 256) if kind == "fp8" else mx_operands(case, 512, 256, True)
-    operator = scaled_mm.fp8_up_swiglu if kind == "fp8" else mx_mm.mx_up_swiglu
+    operator = scaled_mm.fp8_up_swiglu if kind == "fp8" else partial(mx_mm.mx_up_swiglu, swizzled=True)
     first = operator(*p)
     torch.cuda.set_sync_debug_mode("error")
     try:

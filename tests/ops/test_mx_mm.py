@@ -40,9 +40,10 @@ def operands(case: Ragged, layout: str, n: int = N) -> tuple[tuple[Tensor, ...],
 def test_the_product_with_bias_and_row_weight(case: Ragged, layout: str) -> None:
     (p, want), real = operands(case, layout), case.rows - case.tail
     bias, row_weight = torch.randn(len(case.sizes), N).bfloat16(), torch.rand(case.rows)
-    assert relative_error(mx_mm.mx_grouped_mm(*p), want) < BOUND
+    swizzled = layout == "swizzled"
+    assert relative_error(mx_mm.mx_grouped_mm(*p, swizzled=swizzled), want) < BOUND
     want[:real] += bias[case.expert_of_row].double()
-    have = mx_mm.mx_grouped_mm(*p, bias, poisoned(row_weight, real))
+    have = mx_mm.mx_grouped_mm(*p, bias, poisoned(row_weight, real), swizzled)
     assert relative_error(have, want * row_weight.double()[:, None]) < BOUND
     assert not have[real:].any()
 
@@ -51,11 +52,12 @@ def test_the_product_with_bias_and_row_weight(case: Ragged, layout: str) -> None
 @pytest.mark.parametrize(("alpha", "limit", "layout"), [(0.0, 0.0, "plain"), (1.7, 0.8, "swizzled")])
 def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: str) -> None:
     (p, want), real = operands(case, layout, 2 * N), case.rows - case.tail
-    z, act = mx_mm.mx_up_swiglu(*p, None, alpha, limit)
+    z, act = mx_mm.mx_up_swiglu(*p, None, alpha, limit, layout == "swizzled")
     assert relative_error(z, want) < BOUND
     assert relative_error(act, activation_slopes(z.double(), alpha, limit)[0]) < BOUND
     (p, want), row_weight = operands(case, layout), torch.rand(case.rows)
-    have = mx_mm.mx_dgrad_swiglu(*p[:4], poisoned(z, real), poisoned(row_weight, real), case.offsets, alpha, limit)
+    rest = (poisoned(z, real), poisoned(row_weight, real), case.offsets, alpha, limit, layout == "swizzled")
+    have = mx_mm.mx_dgrad_swiglu(*p[:4], *rest)
     expected = gated_gradient(want, z.double(), row_weight.double(), case.offsets, alpha, limit)
     for mine, true in zip(have, expected, strict=True):
         assert relative_error(mine, true) < BOUND
@@ -65,8 +67,8 @@ def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: st
 def test_a_block_of_scales_has_the_order_of_tensor_cores() -> None:
     scale = torch.randint(0, 256, (3, 300, 10), dtype=torch.uint8)
     have = swizzle(scale)
-    assert have.shape == (3, 3, 3, 32, 16)
-    flat = have.flatten(-2)
+    assert have.shape == (3, 384, 12)
+    flat = have.view(3, 3, 3, 512)
     for r, c in ((0, 0), (31, 1), (32, 3), (127, 4), (128, 5), (299, 9)):
         byte = (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
         assert torch.equal(flat[:, r // 128, c // 4, byte], scale[:, r, c])
@@ -79,7 +81,7 @@ def test_every_expert_starts_a_block_of_its_own(sizes: tuple[int, ...]) -> None:
     case = ragged(sizes, 5)
     scale = torch.randint(1, 255, (case.rows, 8), dtype=torch.uint8)
     have = unswizzle(swizzle_grouped(scale, case.offsets))
-    assert have.shape == ((case.rows // 128 + len(sizes)) * 128, 8)
+    assert have.shape == ((-(-case.rows // 128) + len(sizes)) * 128, 8)
     place = start = 0
     for size in sizes:
         assert torch.equal(have[place : place + size], scale[start : start + size])
@@ -104,7 +106,8 @@ def test_the_operators_are_registered_as_they_behave(name: str, layout: str) -> 
     if name == "mx_dgrad_swiglu":
         arguments = (*p[:4], torch.randn(case.rows, 2 * N).bfloat16(), torch.rand(case.rows), case.offsets)
     before = [t.clone() for t in arguments]
-    torch.library.opcheck(getattr(mg, name).default, arguments, test_utils="test_faketensor")
+    options = {"swizzled": layout == "swizzled"}
+    torch.library.opcheck(getattr(mg, name).default, arguments, options, test_utils="test_faketensor")
     for a, b in zip(arguments, before, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -113,10 +116,12 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
     (rows, row_scale, weight, weight_scale, offsets), _ = operands(ragged((3, 5)), "plain")
     with pytest.raises(ValueError, match="a contraction over 144 is not whole blocks of 32"):
         mx_mm.mx_grouped_mm(rows[:, :144], row_scale, weight[:, :, :144], weight_scale, offsets)
-    with pytest.raises(ValueError, match=r"rows must be \[8, 5\] or \[2, 2, 32, 16\] of torch.uint8, got \[8, 4\]"):
+    with pytest.raises(ValueError, match=r"rows must be \[8, 5\] of torch\.uint8, got \[8, 4\]"):
         mx_mm.mx_grouped_mm(rows, row_scale[:, :4], weight, weight_scale, offsets)
-    with pytest.raises(ValueError, match=r"weight must be \[2, 144, 5\] or \[2, 2, 2, 32, 16\]"):
-        mx_mm.mx_up_swiglu(rows, row_scale, weight, weight_scale.float(), offsets)
+    with pytest.raises(ValueError, match=r"rows must be \[384, 8\] of torch\.uint8, got \[8, 5\]"):
+        mx_mm.mx_grouped_mm(rows, row_scale, weight, weight_scale, offsets, swizzled=True)
+    with pytest.raises(ValueError, match=r"weight must be \[2, 256, 8\] of torch\.uint8, got \[2, 144, 5\]"):
+        mx_mm.mx_up_swiglu(rows, swizzle_grouped(row_scale, offsets), weight, weight_scale, offsets, swizzled=True)
     with pytest.raises(ValueError, match=r"rows must be torch\.float8_e4m3fn, got torch\.float32"):
         mx_mm.mx_grouped_mm(rows.float(), row_scale, weight, weight_scale, offsets)
 

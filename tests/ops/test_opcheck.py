@@ -11,6 +11,7 @@ from moegraph import ops
 from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
+from .scaled_calls import scaled_calls
 
 mg = torch.ops.moegraph
 ORDER, INVERSE, OFFSETS = DROPPED
@@ -95,6 +96,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "direct_return": (mg.direct_return, (*floats((ROWS, D), grad=True), *DIRECT, K, "ep"), ALL),
     "direct_put": (mg.direct_put, (*floats((T, D)), *DIRECT[1:], ROWS, "ep"), NO_GRADIENT),
     "direct_take": (mg.direct_take, (*floats((ROWS, D), (ROWS,)), *DIRECT, K, "ep"), NO_GRADIENT),
+    **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }

@@ -58,7 +58,7 @@ def operands(case: Ragged, k: int, n: int) -> tuple[dict[str, Tensor], Tensor]:
     weight, weight_scale = mx_quantised(torch.randn(len(case.sizes), n, k) * torch.exp(torch.randn(n, k)))
     want = grouped64(mx_restored(rows, row_scale), mx_restored(weight, weight_scale), case)
     scales = swizzle_grouped(poisoned(row_scale, real), case.offsets)
-    scales[sum(-(-size // 128) for size in case.sizes) :] = 255  # blocks of no expert
+    scales[128 * sum(-(-size // 128) for size in case.sizes) :] = 255  # blocks of no expert
     made = {"rows": poisoned(rows, real), "row_scale": scales, "weight": weight, "weight_scale": swizzle(weight_scale)}
     return {**made, "offsets": case.offsets}, want
 
