@@ -11,6 +11,8 @@
 | `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
+| `fp8_*.py` | products, up projection and gradients on FP8 operands | `moegraph.ops.scaled_mm`, `block_mm` on a CPU |
+| `mx_*.py` | products, up projection and gradients on MXFP8 operands | `moegraph.ops.mx_mm` on a CPU |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not

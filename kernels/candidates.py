@@ -31,7 +31,7 @@ _EPILOGUES = {
 }
 
 
-_FP8_UP = _STORES  # its rows come gathered
+_FP8_SLICED = ("up_swiglu", "wgrad")  # kernels whose epilogue works in slices for FP8 only
 
 
 def candidates(kernel: str, dtype: torch.dtype, n: int, k: int, capability: int) -> list[Config]:
@@ -52,7 +52,7 @@ def _all(kernel: str, dtype: torch.dtype) -> Iterator[Config]:
     rows, columns = ((16, 32, 64), (32, 64, 128)) if small else ((64, 128, 256), (64, 128, 256))
     depths = (16, 32, 64) if small else (64, 128) if dtype == FP8 else (32, 64, 128)
     for (parts, flatten, separate), m, n, k, warps, stages, group in product(
-        _FP8_UP if dtype == FP8 and kernel == "up_swiglu" else _EPILOGUES[kernel],
+        _STORES if dtype == FP8 and kernel in _FP8_SLICED else _EPILOGUES[kernel],
         rows,
         columns,
         depths,

@@ -50,11 +50,13 @@ def fp8_wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
     FLATTEN: tl.constexpr,
     IMPRECISE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Tiles of BLOCK_M × BLOCK_N of dW, expert by expert; BLOCK_K rows per step."""
+    """Tiles of BLOCK_M × BLOCK_N of dW, expert by expert; BLOCK_K rows per step. A tile is stored in PARTS (1 or 2)
+    column slices."""
     num_m: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
     num_n: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     for t in tl.range(tl.program_id(0), E * num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -77,7 +79,13 @@ def fp8_wgrad_kernel(
         by_n = tl.load(grad_scale_ptr + e * N + rm, mask=used & (rm < N), other=0.0)
         by_k = tl.load(rows_scale_ptr + e * K + rn, mask=used & (rn < K), other=0.0)
         acc = acc * by_n[:, None] * by_k[None, :]
-        out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N], acc.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+        if PARTS == 1:
+            out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N], acc.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+        else:
+            HALF: tl.constexpr = BLOCK_N // 2
+            left, right = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+            out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N], left.to(out_desc.dtype).reshape(1, BLOCK_M, HALF))
+            out_desc.store([e, pm * BLOCK_M, pn * BLOCK_N + HALF], right.to(out_desc.dtype).reshape(1, BLOCK_M, HALF))
 
 
 def fp8_wgrad_launch(
@@ -104,7 +112,7 @@ def fp8_wgrad_launch(
     arguments = {
         "grad_desc": TensorDescriptor.from_tensor(grad_t, [c.block_m, c.block_k]),
         "rows_desc": TensorDescriptor.from_tensor(rows_t, [c.block_n, c.block_k]),
-        "out_desc": TensorDescriptor.from_tensor(out, [1, c.block_m, c.block_n]),
+        "out_desc": TensorDescriptor.from_tensor(out, [1, c.block_m, c.block_n // c.parts]),
         "grad_scale_ptr": grad_scale,
         "rows_scale_ptr": rows_scale,
         "offsets_ptr": offsets,
@@ -115,6 +123,7 @@ def fp8_wgrad_launch(
         "N": n,
         "K": k,
         **tile_constants(c, programs, grad_t.dtype),
+        "PARTS": c.parts,
         "FLATTEN": c.flatten,
         "IMPRECISE": min(EXACT, c.block_k) if exact else None,
     }
