@@ -26,7 +26,7 @@ def test_every_kernel_is_right_in_the_interpreter(files: list[str]) -> None:
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=230,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     counted = re.search(r"(\d+) passed", done.stdout)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moegraph.kernels.chips import Card
-from moegraph.ops import scaled_mm
+from moegraph.ops import mx_mm, scaled_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import grouped64, poisoned, quantised, restored, transposed_runs
@@ -85,6 +85,16 @@ def test_operands_are_left_as_they_are() -> None:
         operator(*arguments)
         for a, b in zip(arguments, before, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_no_rows_at_all_give_empty_results_and_zero_weight_gradients() -> None:
+    p = operands(ragged((0, 0)), 2 * N)
+    assert scaled_mm.fp8_grouped_mm(*p).shape == (0, 2 * N)
+    assert [t.shape for t in scaled_mm.fp8_up_swiglu(*p)] == [(0, 2 * N), (0, N)]
+    grad_t, scale = torch.zeros(N, 0).to(scaled_mm.FP8), torch.ones(2, N)
+    assert not scaled_mm.fp8_grouped_mm_wgrad(grad_t, scale, grad_t, scale, p[4]).any()
+    scales = torch.zeros(0, K // 32, dtype=torch.uint8), torch.zeros(2, 2 * N, K // 32, dtype=torch.uint8)
+    assert mx_mm.mx_grouped_mm(p[0], scales[0], p[2], scales[1], p[4]).shape == (0, 2 * N)
 
 
 def test_other_shapes_and_dtypes_are_refused() -> None:
