@@ -14,6 +14,8 @@
 | `mx_quantize.py` | MXFP8 along rows, columns or both, scales swizzled | `moegraph.ops.mx_format`, `mx_scales` |
 | `fp8_quantize.py` | FP8 with fp32 scales per row, or per expert's column | `moegraph.ops.fp8_format` |
 | `padded_offsets.py` | ends of experts' runs padded to tiles | `moegraph.ops.mx_scales.padded_offsets` |
+| `fp8_*.py` | products, up projection and gradients on FP8 operands | `moegraph.ops.scaled_mm`, `block_mm` on a CPU |
+| `mx_*.py` | products, up projection and gradients on MXFP8 operands | `moegraph.ops.mx_mm` on a CPU |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from moegraph.kernels.chips import CHIPS
-from moegraph.kernels.config import Config, default_config, shared_memory
+from moegraph.kernels.config import FP8, Config, default_config, shared_memory
 
 _ACCUMULATORS = 128  # fp32 registers per thread that a tile's accumulator may take, of 255
 _TENSOR_MEMORY = 512  # columns of 128 lanes, 32 bits each
@@ -29,6 +29,9 @@ _EPILOGUES = {
     + [(parts, flatten, True) for parts, flatten, _ in _STORES],
     "wgrad": [(1, False, False), (1, True, False)],
 }
+
+
+_FP8_SLICED = ("up_swiglu", "wgrad")  # kernels whose epilogue works in slices for FP8 only
 
 
 def candidates(kernel: str, dtype: torch.dtype, n: int, k: int, capability: int) -> list[Config]:
@@ -47,9 +50,15 @@ def changes(config: Config, other: Config) -> int:
 def _all(kernel: str, dtype: torch.dtype) -> Iterator[Config]:
     small = dtype == torch.float32
     rows, columns = ((16, 32, 64), (32, 64, 128)) if small else ((64, 128, 256), (64, 128, 256))
-    depths = (16, 32, 64) if small else (32, 64, 128)
+    depths = (16, 32, 64) if small else (64, 128) if dtype == FP8 else (32, 64, 128)
     for (parts, flatten, separate), m, n, k, warps, stages, group in product(
-        _EPILOGUES[kernel], rows, columns, depths, (4, 8), (2, 3, 4, 5), _GROUPS
+        _STORES if dtype == FP8 and kernel in _FP8_SLICED else _EPILOGUES[kernel],
+        rows,
+        columns,
+        depths,
+        (4, 8),
+        (2, 3, 4, 5),
+        _GROUPS,
     ):
         yield Config(m, n, k, warps, stages, group, parts, flatten, separate)
 

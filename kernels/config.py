@@ -11,6 +11,8 @@ import torch
 
 from moegraph.kernels.chips import CHIPS
 
+FP8 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True)
 class Config:
@@ -41,10 +43,10 @@ def shared_memory(kernel: str, config: Config, dtype: torch.dtype, capability: i
     For the rule's tiles in 16 bits within 100 bytes of what Triton 3.6 allocates, or above it; others may take a tile
     more. Slices of a tile that are stored one after the other share a place on sm_90, and have one each on 10.x.
     """
-    c, size = config, dtype.itemsize
-    loads = c.num_stages * (c.block_m + c.block_n) * c.block_k * size
+    c, size = config, max(dtype.itemsize, 2)  # of the result: bf16 for FP8 operands
+    loads = c.num_stages * (c.block_m + c.block_n) * c.block_k * dtype.itemsize
     if kernel == "up_swiglu":
-        return loads + c.block_m * c.block_n * size  # gate and up as stored, and the activation
+        return loads + c.block_m * c.block_n * size // c.parts  # gate and up as stored, and the activation
     if kernel == "dgrad_swiglu" and not c.separate:
         return loads + 2 * c.block_m * (c.block_n // c.parts) * size
     return loads + c.block_m * (c.block_n // (c.parts if capability // 10 == 9 else 1)) * size
@@ -68,16 +70,25 @@ def default_config(kernel: str, dtype: torch.dtype, n: int, k: int, capability: 
     """
     config = _hopper(kernel, dtype, n, k)
     if kernel == "dgrad_swiglu" and dtype != torch.float32 and capability // 10 == 10:
-        wide = _fit(n, 256, 64)
-        config = Config(block_n=wide, block_k=_fit(k, 64), parts=wide // 64)
+        wide = _fit(n, 256 if dtype != FP8 else 128, 64)
+        config = Config(block_n=wide, block_k=_fit(k, 64 if dtype.itemsize > 1 else 128), parts=wide // 64)
     if capability // 10 != 10 or dtype == torch.float32:
         return config
+    if kernel == "up_swiglu" and dtype == FP8:  # wider, scaling and splitting the accumulator spills
+        config = replace(config, block_n=min(config.block_n, 128), parts=1, flatten=False)
     limit = CHIPS.get(capability, CHIPS[100]).shared_limit
     deeper = (replace(config, num_stages=stages) for stages in (4, 3, 2))
     return next((each for each in deeper if shared_memory(kernel, each, dtype, capability) <= limit), config)
 
 
+def exact_config(config: Config) -> Config:
+    """For FP8 products that accumulate in fp32 every few steps: a second accumulator's worth of registers."""
+    return replace(config, block_n=min(config.block_n, 128), num_stages=4, parts=1)
+
+
 def _hopper(kernel: str, dtype: torch.dtype, n: int, k: int) -> Config:
+    if dtype == FP8:
+        return _hopper_fp8(kernel, n, k)
     if dtype == torch.float32:
         return Config(32, _fit(n, 64, 32), _fit(k, 32), num_warps=4, num_stages=2, parts=1)
     if kernel == "up_swiglu":
@@ -86,6 +97,29 @@ def _hopper(kernel: str, dtype: torch.dtype, n: int, k: int) -> Config:
         return Config(block_m=_fit(n, 128), block_n=_fit(k, 256), block_k=64, flatten=True)
     separate = kernel == "dgrad_swiglu"
     return Config(block_n=_fit(n, 256, 32), block_k=_fit(k, 64), parts=2, flatten=True, separate=separate)
+
+
+def _hopper_fp8(kernel: str, n: int, k: int) -> Config:
+    """Tiles of 16 bits with twice the depth: as many bytes."""
+    if kernel == "up_swiglu":
+        return Config(block_n=2 * _fit(n, 128), block_k=_fit(k, 128, 32), parts=2, flatten=True)
+    if kernel == "wgrad":
+        return Config(block_m=_fit(n, 128, 64), block_n=_fit(k, 256), block_k=128, flatten=True)
+    separate = kernel == "dgrad_swiglu"
+    return Config(block_n=_fit(n, 256, 32), block_k=_fit(k, 128, 32), parts=2, flatten=True, separate=separate)
+
+
+def block_config(n: int) -> Config:
+    """The rule for FP8 products with scales per 128 of the contraction: as `exact_config`."""
+    return Config(block_n=_fit(n, 128, 32), block_k=128, num_stages=4)
+
+
+def mx_config(kernel: str, n: int, k: int) -> Config:
+    """The rule for MXFP8 on data-centre Blackwell, not measured: 128 rows, because a block of scales has as many."""
+    wide = _fit(n, 256 if kernel != "up_swiglu" else 128, 128)
+    if kernel == "up_swiglu":
+        return Config(block_n=2 * wide, block_k=128, num_stages=3, parts=2)
+    return Config(block_n=wide, block_k=128, num_stages=3, parts=wide // 64 if kernel == "dgrad_swiglu" else 2)
 
 
 def rule_reason(dtype: torch.dtype, capability: int | None) -> str:

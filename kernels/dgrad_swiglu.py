@@ -28,50 +28,21 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moegraph.kernels.activation import Activation, gated_slopes
+from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.kernels.gated_backward import gated_backward_launch
+from moegraph.kernels.gradient_epilogue import gradient_epilogue
 from moegraph.kernels.launch import (
     Launch,
-    load_half,
     load_rows,
     persistent_programs,
     schedule_arguments,
-    store_half,
-    store_rows,
     tile_constants,
     tile_of,
 )
 from moegraph.kernels.rows_gemm import grouped_mm
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
-
-
-@triton.jit
-def _slice(
-    acc,
-    s,
-    col,
-    rows,
-    tensors,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """The epilogue of COLS columns; returns their part of ds [ROWS]."""
-    first, last, live = rows
-    z_desc, dz_desc, act_desc = tensors
-    gate = load_half(z_desc, first, live, 0, col, ROWS, COLS).to(tl.float32)
-    up = load_half(z_desc, first, live, 1, col, ROWS, COLS).to(tl.float32)
-    act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
-    ds = tl.sum(acc * act, 1)
-    store_rows(act_desc, first, last, col, (act * s).to(act_desc.dtype), ROWS, COLS)
-    da = acc * s
-    store_half(dz_desc, first, last, 1, col, (da * by_up).to(dz_desc.dtype), ROWS, COLS)
-    store_half(dz_desc, first, last, 0, col, (da * by_gate).to(dz_desc.dtype), ROWS, COLS)
-    return ds
 
 
 @triton.jit
@@ -104,7 +75,6 @@ def dgrad_swiglu_kernel(
 ):
     """The epilogue works on PARTS slices of the tile, so that it fits in registers."""
     num_n: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
-    COLS: tl.constexpr = BLOCK_N // PARTS
     num_m = tl.load(count_ptr)
     for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         pm, pn = tile_of(t, num_m, num_n, GROUP_M)
@@ -121,22 +91,8 @@ def dgrad_swiglu_kernel(
         r = first + tl.arange(0, BLOCK_M)
         s = tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
         c = pn * BLOCK_N
-        rows = (first, last, live)
-        tensors = (z_desc, dz_desc, act_desc)
-        if PARTS == 1:
-            ds = _slice(acc, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-        elif PARTS == 2:
-            a0, a1 = tl.split(acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            ds += _slice(a1, s, c + COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-        else:
-            left, right = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
-            a0, a1 = tl.split(left.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds = _slice(a0, s, c, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            ds += _slice(a1, s, c + COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            a2, a3 = tl.split(right.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1))
-            ds += _slice(a2, s, c + 2 * COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
-            ds += _slice(a3, s, c + 3 * COLS, rows, tensors, BLOCK_M, COLS, CLAMPED, ALPHA, LIMIT)
+        rows, tensors = (first, last, live), (z_desc, dz_desc, act_desc)
+        ds = gradient_epilogue(acc, s, c, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moegraph.kernels.config import Config
+from moegraph.kernels.config import FP8, Config
 from moegraph.kernels.dgrad_swiglu import dgrad_swiglu_launch
+from moegraph.kernels.fp8_products import fp8_product_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.rows_gemm import grouped_mm_launch
 from moegraph.kernels.shapes import Problem
@@ -23,6 +24,8 @@ from moegraph.kernels.wgrad import wgrad_launch
 def product_launch(problem: Problem, config: Config, *, row_weight: bool = False, accumulate: bool = False) -> Launch:
     """The launch of a problem with a configuration. `row_weight`: the rows of the result are scaled (`grouped_mm`);
     `accumulate`: the result is added to an fp32 gradient buffer (`wgrad`)."""
+    if problem.dtype == FP8:
+        return fp8_product_launch(problem, config, row_weight=row_weight)
     p, rows, experts = problem, problem.rows, problem.experts
 
     def tensor(*shape: int, dtype: torch.dtype = p.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 # Forward and input gradient of a product run on one kernel, but read their weights in different orders.
 KERNELS = ("up_swiglu", "grouped_mm", "dgrad_swiglu", "grouped_mm_dgrad", "wgrad")
 TORCH_HAS = ("grouped_mm", "grouped_mm_dgrad", "wgrad")  # what torch._grouped_mm computes too
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ROWS_PER_EXPERT = (64, 128, 256, 512, 1024, 2048)  # 2048 stands for all above 1024
 
@@ -83,6 +83,7 @@ def block_problems(
     """The products of one mixture-of-experts block by name: first those of the fused experts, then the two that take
     their place where the experts are separate operators (`up`, `down_dgrad`)."""
     rows = tokens * top_k
+    dgrad = "grouped_mm_dgrad" if dtype.itemsize > 1 else "grouped_mm"  # FP8: with a weight quantised along N
 
     def problem(kernel: str, n: int, k: int) -> Problem:
         return Problem(kernel, dtype, n, k, rows, num_experts, tokens if kernel == "up_swiglu" else 0)
@@ -91,9 +92,9 @@ def block_problems(
         "up_swiglu": problem("up_swiglu", d_ff, d_model),
         "down": problem("grouped_mm", d_model, d_ff),
         "dgrad_swiglu": problem("dgrad_swiglu", d_ff, d_model),
-        "up_dgrad": problem("grouped_mm_dgrad", d_model, 2 * d_ff),
+        "up_dgrad": problem(dgrad, d_model, 2 * d_ff),
         "up_wgrad": problem("wgrad", 2 * d_ff, d_model),
         "down_wgrad": problem("wgrad", d_model, d_ff),
         "up": problem("grouped_mm", 2 * d_ff, d_model),
-        "down_dgrad": problem("grouped_mm_dgrad", d_ff, d_model),
+        "down_dgrad": problem(dgrad, d_ff, d_model),
     }

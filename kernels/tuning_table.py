@@ -182,7 +182,8 @@ def _entry(data: Any, where: str) -> Entry:
     config = Config(**rest.pop("config"))
     if config.separate and kernel not in _SEPARABLE:
         raise Refused(f"{where}.config: {kernel} has nothing that could be separate")
-    most = 4 if kernel == "dgrad_swiglu" and not config.separate else 2 if kernel in _SLICED else 1
+    sliced = kernel in _SLICED or (kernel != "dgrad_swiglu" and dtype == "fp8")
+    most = 4 if kernel == "dgrad_swiglu" and not config.separate else 2 if sliced else 1
     if config.parts > most or config.block_n // config.parts < 16:
         raise Refused(f"{where}.config: {kernel} cannot store {config.block_n} columns in {config.parts} parts")
     if rows_class(rest["rows"], rest["experts"]) != shape.rows_per_expert:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moegraph import ops
+from moegraph.benchmarks.fp8_inputs import fp8_function
 from moegraph.benchmarks.timing import synchronize, time_in_turn
 from moegraph.benchmarks.tuner import TORCH, Rejected, Way
-from moegraph.kernels.config import Config
+from moegraph.kernels.config import FP8, Config
 from moegraph.kernels.shapes import Problem
 from moegraph.ops.grouped_mm import torch_grouped_mm, torch_grouped_mm_dgrad, torch_grouped_mm_wgrad
 
@@ -71,7 +72,8 @@ class DeviceTrial:
         return self._torch
 
     def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        made = torch.randn(shape, dtype=self._problem.dtype, device=self._device, generator=self._generator)
+        dtype = torch.bfloat16 if self._problem.dtype == FP8 else self._problem.dtype
+        made = torch.randn(shape, dtype=dtype, device=self._device, generator=self._generator)
         return made.mul_(scale)
 
     def _routing(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +90,9 @@ class DeviceTrial:
 
         p, scale = self._problem, self._problem.k**-0.5
         order, inverse, offsets = self._routing()
+        if p.dtype == FP8:
+            row_weight = torch.rand(p.rows, device=self._device, generator=self._generator)
+            return fp8_function(p, self._normal, row_weight, offsets), None
         if p.kernel == "up_swiglu":
             x, weight = self._normal(p.tokens, p.k), self._normal(p.experts, 2 * p.n, p.k, scale=scale)
             function = partial(up_swiglu.up_swiglu, top_k=p.rows // p.tokens)

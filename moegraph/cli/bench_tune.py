@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moegraph.benchmarks.tuner import Outcome
     from moegraph.kernels.shapes import Problem, ShapeClass
 
+_DTYPES = ("bf16", "fp8")
+
 
 def tune_command(
     spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="Tune for the shapes of this spec.")] = None,
@@ -32,6 +34,7 @@ def tune_command(
     d_ff: Annotated[int | None, typer.Option(min=8)] = None,
     experts: Annotated[int | None, typer.Option(min=1)] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of --preset and a block: bf16 or fp8.")] = "bf16",
     seconds: Annotated[float, typer.Option(min=1.0, help="Time budget over all kernels.")] = 300.0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The table. Default: your own for this card.")
@@ -50,6 +53,10 @@ def tune_command(
         raise UsageError("name what to tune for, one of: SPEC, --preset A,C, or --tokens … --top-k")
     if set_ and spec is None:
         raise UsageError("--set goes with SPEC")
+    if dtype not in _DTYPES:
+        raise UsageError(f"--dtype {dtype}: {' or '.join(_DTYPES)}")
+    if dtype != _DTYPES[0] and spec is not None:
+        raise UsageError("--dtype goes with --preset or a block; a spec says its own")
     names = _preset_names(preset) if preset is not None else []
     if given[2]:
         _check_block(block)
@@ -71,7 +78,7 @@ def tune_command(
         raise RunError(f"bench tune: no kernels are written for {card.name} (sm_{card.capability})")
     path = output or user_table(card.name)
     table = table_of(card, path) if path.exists() else Table(card, {})  # refused now, not after minutes
-    problems = _problems(spec, set_, names, block)
+    problems = _problems(spec, set_, names, block, dtype)
     outcomes: list[Outcome] = []
     with Status() as status:
         for outcome in _outcomes(problems, device, card.capability, seconds, status):
@@ -107,28 +114,27 @@ def _outcomes(
 
 
 def _problems(
-    spec: str | None, set_: Sequence[str] | None, presets: Sequence[str], block: dict[str, int | None]
+    spec: str | None, set_: Sequence[str] | None, presets: Sequence[str], block: dict[str, int | None], dtype: str
 ) -> list[Problem]:
     """Every product once per shape class."""
-    import torch
-
-    from moegraph.kernels.shapes import block_problems
+    from moegraph.kernels.shapes import DTYPES, block_problems
     from moegraph.ops.grouped_mm import no_kernel
+    from moegraph.ops.scaled_mm import no_fp8_kernel
 
     found: list[Problem] = []
     if spec is not None:
         found = _spec_problems(spec, set_)
     for name in presets:
         s = PRESETS[name]
-        found += block_problems(
-            tokens=s.tokens, d_model=s.d_model, d_ff=s.d_ff, num_experts=s.experts, top_k=s.top_k
-        ).values()
+        sizes = {"tokens": s.tokens, "d_model": s.d_model, "d_ff": s.d_ff, "num_experts": s.experts, "top_k": s.top_k}
+        found += block_problems(**sizes, dtype=DTYPES[dtype]).values()
     if not found:
         sizes = {name: value or 0 for name, value in block.items()}
-        found += block_problems(**sizes, dtype=torch.bfloat16).values()
+        found += block_problems(**sizes, dtype=DTYPES[dtype]).values()
     classes: dict[ShapeClass, Problem] = {}
     for problem in found:
-        why = no_kernel(problem.dtype, problem.n, problem.k)
+        fp8 = problem.dtype == DTYPES["fp8"]
+        why = no_fp8_kernel(problem.n, problem.k) if fp8 else no_kernel(problem.dtype, problem.n, problem.k)
         if why:
             say(f"{problem.shape}: left out, {why}")
         else:

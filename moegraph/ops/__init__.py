@@ -11,6 +11,10 @@ R routed rows = T·K, V vocabulary, H heads, Dh head width.
 
 from __future__ import annotations
 
+# Operators of step graphs only, in modules of their own; importing registers them.
+from moegraph.ops import block_mm as block_mm
+from moegraph.ops import mx_mm as mx_mm
+from moegraph.ops import scaled_mm as scaled_mm
 from moegraph.ops.attention import attention, attention_backward
 from moegraph.ops.attention_cuda import attention_backend
 from moegraph.ops.balance import (

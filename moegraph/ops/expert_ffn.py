@@ -25,7 +25,7 @@ from moegraph.ops.permute import permute_rows, sum_rows
 Clamp = tuple[float, float]
 
 
-def _slopes(z: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+def activation_slopes(z: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
     """(activation, its derivative by gate, its derivative by up) in fp32 (fp64 for fp64); limit 0 is plain SwiGLU."""
     gate, up = (z if z.dtype == torch.float64 else z.float()).chunk(2, -1)
     if not limit:
@@ -38,6 +38,19 @@ def _slopes(z: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tens
     by_gate = up * sigmoid * (1 + alpha * gate * (1 - sigmoid))
     by_up = gate * sigmoid
     return by_up * up, torch.where(free_gate, by_gate, 0), torch.where(free_up, by_up, 0)
+
+
+def gated_gradient(
+    da: Tensor, z: Tensor, row_weight: Tensor, offsets: Tensor, alpha: float, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `expert_ffn_dgrad` makes of da [R, F], the gradient of the activation before the router weight."""
+    real = (torch.arange(da.shape[0], device=da.device) < offsets[-1])[:, None]
+    da = da.to(row_weight.dtype)
+    act, by_gate, by_up = activation_slopes(torch.where(real, z, 0), alpha, limit)
+    weight = torch.where(real, row_weight[:, None], 0)
+    weighted = da * weight
+    dz = torch.cat([weighted * by_gate, weighted * by_up], 1)
+    return dz.to(z.dtype), (act * weight).to(z.dtype), (da * act).sum(1)
 
 
 @torch.library.custom_op("moegraph::expert_ffn", mutates_args=())
@@ -69,7 +82,7 @@ def _expert_ffn(
     rows = permute_rows(x, order, inverse, offsets, top_k)
     z = product(rows, w_up.contiguous(), offsets)
     z = z if b_up is None else add_expert_bias(z, b_up, offsets)
-    act = _slopes(z, alpha, limit)[0].to(x.dtype)
+    act = activation_slopes(z, alpha, limit)[0].to(x.dtype)
     y = product(act, w_down.contiguous(), offsets)
     y = y if b_down is None else add_expert_bias(y, b_down, offsets)
     return (y * row_weight[:, None]).to(x.dtype), z
@@ -110,13 +123,7 @@ def expert_ffn_dgrad(
         activation = Activation(limit > 0, alpha, limit)
         tensors = (w_down.contiguous(), z.contiguous(), row_weight.contiguous())
         return dgrad_swiglu(grad, *tensors, offsets, activation=activation)
-    real = (torch.arange(grad.shape[0], device=grad.device) < offsets[-1])[:, None]
-    da = product_dgrad(grad, w_down.contiguous(), offsets).to(row_weight.dtype)
-    act, by_gate, by_up = _slopes(torch.where(real, z, 0), alpha, limit)
-    weight = torch.where(real, row_weight[:, None], 0)
-    weighted = da * weight
-    dz = torch.cat([weighted * by_gate, weighted * by_up], 1)
-    return dz.to(z.dtype), (act * weight).to(z.dtype), (da * act).sum(1)
+    return gated_gradient(product_dgrad(grad, w_down.contiguous(), offsets), z, row_weight, offsets, alpha, limit)
 
 
 @expert_ffn_dgrad.register_fake

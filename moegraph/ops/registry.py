@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
     balance_micro_batch,
@@ -60,7 +61,12 @@ _mg = torch.ops.moegraph
 # Nothing but a parameter's gradient depends on these, so a schedule may put them off. The weight gradients of
 # `linear` and `router_logits` are plain aten.mm and are found by what depends on them.
 WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
-    {_mg.embedding_wgrad.default, _mg.grouped_mm_wgrad.default, _mg.expert_bias_wgrad.default}
+    {
+        _mg.embedding_wgrad.default,
+        _mg.grouped_mm_wgrad.default,
+        _mg.fp8_grouped_mm_wgrad.default,
+        _mg.expert_bias_wgrad.default,
+    }
 )
 
 # Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments). The only operators in

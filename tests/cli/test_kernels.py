@@ -94,6 +94,8 @@ def test_a_damaged_table_is_named(small: Path, moegraph: Moegraph, cached_compil
         (["bench", "tune", "presets/tiny.yaml", "--preset", "A"], "one of: SPEC, --preset A,C, or --tokens"),
         (["bench", "tune", "--preset", "A,Z"], "--preset A,Z: A, C, D, Q, wide"),
         (["bench", "tune", "--preset", "A", "--set", "a=1"], "--set goes with SPEC"),
+        (["bench", "tune", "--preset", "A", "--dtype", "fp4"], "--dtype fp4: bf16 or fp8"),
+        (["bench", "tune", "presets/tiny.yaml", "--dtype", "fp8"], "--dtype goes with --preset or a block"),
         (["bench", "tune", *BLOCK[:-2]], "a block needs --top-k too"),
         (["bench", "tune", *BLOCK[:-1], "8"], "--top-k 8 is more than --experts 4"),
     ],

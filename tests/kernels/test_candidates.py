@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moegraph.errors import RunError
 from moegraph.kernels.candidates import candidates, changes
 from moegraph.kernels.chips import CHIPS
 from moegraph.kernels.config import default_config, shared_memory
@@ -45,3 +46,15 @@ def test_a_table_takes_every_candidate(kernel: str, tmp_path: Path) -> None:
             problem = Problem(kernel, torch.bfloat16, 2048, 1024, 4096, 16)
             path = write(tmp_path / "table.json", [entry(problem, config)])
             assert read_table(path).entries[problem.shape].config == config
+
+
+def test_a_table_takes_the_slices_of_the_fp8_up_projection(tmp_path: Path) -> None:
+    """Its epilogue works in slices; that of the bf16 one does not."""
+    problem = Problem("up_swiglu", torch.float8_e4m3fn, 2048, 1024, 4096, 16)
+    config = candidates("up_swiglu", problem.dtype, 2048, 1024, 90)[0]
+    assert config.parts == 2
+    path = write(tmp_path / "table.json", [entry(problem, config)])
+    assert read_table(path).entries[problem.shape].config == config
+    other = Problem("up_swiglu", torch.bfloat16, 2048, 1024, 4096, 16)
+    with pytest.raises(RunError, match="cannot store 256 columns in 2 parts"):
+        read_table(write(tmp_path / "other.json", [entry(other, config)]))

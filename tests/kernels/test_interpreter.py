@@ -8,13 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+FILES = sorted(path.name for path in (HERE / "interpreted").glob("test_*.py"))
+SCALED = [name for name in FILES if name in ("test_fp8.py", "test_fp8_blocks.py", "test_mx.py")]
+OTHERS = [name for name in FILES if name not in SCALED]
 
 
-def test_every_kernel_is_right_in_the_interpreter() -> None:
+@pytest.mark.parametrize("files", [OTHERS, SCALED], ids=["bf16 and routing", "scaled"])
+def test_every_kernel_is_right_in_the_interpreter(files: list[str]) -> None:
     """A process of its own: Triton decides when a kernel is defined whether it is interpreted."""
+    paths = [str(HERE / "interpreted" / name) for name in files]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,

@@ -11,6 +11,7 @@ from moegraph import ops
 from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
+from .scaled_calls import scaled_calls
 
 mg = torch.ops.moegraph
 ORDER, INVERSE, OFFSETS = DROPPED
@@ -102,6 +103,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "mx_quantize_ragged_both": (mg.mx_quantize_ragged_both, (*floats((ROWS, 32)), OFFSETS, False), NO_GRADIENT),
     "fp8_quantize_rows": (mg.fp8_quantize_rows, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
+    **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }

@@ -10,11 +10,12 @@ import torch
 from moegraph.benchmarks import tuning_device
 from moegraph.benchmarks.tuner import TORCH
 from moegraph.benchmarks.tuning_device import DeviceTrial
-from moegraph.kernels.config import Config
+from moegraph.kernels.config import FP8, Config
 from moegraph.kernels.shapes import TORCH_HAS, block_problems
 from tests.kernels.cases import relative_error
 
 PROBLEMS = block_problems(tokens=20, d_model=48, d_ff=32, num_experts=3, top_k=2, dtype=torch.float32)
+FP8_PROBLEMS = block_problems(tokens=20, d_model=48, d_ff=32, num_experts=3, top_k=2, dtype=FP8)
 CPU = torch.device("cpu")
 
 
@@ -38,3 +39,12 @@ def test_torchs_grouped_kernel_computes_the_same(name: str) -> None:
     (have,), (want,) = trial.result(Config(16, 32, 16, num_warps=4, num_stages=2)), trial.result(TORCH)
     assert have.shape == want.shape
     assert relative_error(have, want) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["up_swiglu", "down", "dgrad_swiglu", "up_wgrad"])
+def test_fp8_problems_are_quantised_and_computed_alike(name: str) -> None:
+    trial = DeviceTrial(FP8_PROBLEMS[name], CPU, 90)
+    one = Config(16, 32, 32, num_warps=4, num_stages=2)
+    for a, b in zip(trial.result(one), trial.result(replace(one, block_m=32, group_m=1)), strict=True):
+        assert float(b.float().abs().max()) > 0
+        assert relative_error(a, b) < 2e-3

@@ -1,0 +1,133 @@
+"""MXFP8 products as operators: on CPU against float64, with scales in both layouts; the layouts; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moegraph.kernels.chips import Card
+from moegraph.ops import mx_mm
+from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
+from moegraph.ops.scaled_reference import mx_dequantise, swizzle, swizzle_grouped, unswizzle
+from tests.kernels.cases import Ragged, ragged, relative_error
+from tests.kernels.scaled_cases import grouped64, mx_quantised, mx_restored, poisoned
+
+mg = torch.ops.moegraph
+SIZES = [(0, 1, 127, 128, 129), (0, 300, 0), (0, 0)]
+CASES = [pytest.param(ragged(s, 37), id=str(s)) for s in SIZES]
+K, N = 160, 144
+BOUND = 3e-3  # bf16's rounding of the result
+
+
+def operands(case: Ragged, layout: str, n: int = N) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(rows, row_scale, weight, weight_scale, offsets with NaN in what does not exist; the product in float64)."""
+    torch.manual_seed(0)
+    real = case.rows - case.tail
+    rows, row_scale = mx_quantised(torch.randn(case.rows, K) * torch.exp(torch.randn(case.rows, K)))
+    weight, weight_scale = mx_quantised(torch.randn(len(case.sizes), n, K) * torch.exp(torch.randn(n, K)))
+    want = grouped64(mx_restored(rows, row_scale), mx_restored(weight, weight_scale), case)
+    row_scale = poisoned(row_scale, real)
+    if layout == "swizzled":
+        row_scale, weight_scale = swizzle_grouped(row_scale, case.offsets), swizzle(weight_scale)
+    return (poisoned(rows, real), row_scale, weight, weight_scale, case.offsets), want
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", ["plain", "swizzled"])
+def test_the_product_with_bias_and_row_weight(case: Ragged, layout: str) -> None:
+    (p, want), real = operands(case, layout), case.rows - case.tail
+    bias, row_weight = torch.randn(len(case.sizes), N).bfloat16(), torch.rand(case.rows)
+    swizzled = layout == "swizzled"
+    assert relative_error(mx_mm.mx_grouped_mm(*p, swizzled=swizzled), want) < BOUND
+    want[:real] += bias[case.expert_of_row].double()
+    have = mx_mm.mx_grouped_mm(*p, bias, poisoned(row_weight, real), swizzled)
+    assert relative_error(have, want * row_weight.double()[:, None]) < BOUND
+    assert not have[real:].any()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("alpha", "limit", "layout"), [(0.0, 0.0, "plain"), (1.7, 0.8, "swizzled")])
+def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: str) -> None:
+    (p, want), real = operands(case, layout, 2 * N), case.rows - case.tail
+    z, act = mx_mm.mx_up_swiglu(*p, None, alpha, limit, layout == "swizzled")
+    assert relative_error(z, want) < BOUND
+    assert relative_error(act, activation_slopes(z.double(), alpha, limit)[0]) < BOUND
+    (p, want), row_weight = operands(case, layout), torch.rand(case.rows)
+    rest = (poisoned(z, real), poisoned(row_weight, real), case.offsets, alpha, limit, layout == "swizzled")
+    have = mx_mm.mx_dgrad_swiglu(*p[:4], *rest)
+    expected = gated_gradient(want, z.double(), row_weight.double(), case.offsets, alpha, limit)
+    for mine, true in zip(have, expected, strict=True):
+        assert relative_error(mine, true) < BOUND
+        assert not mine[real:].any()
+
+
+def test_a_block_of_scales_has_the_order_of_tensor_cores() -> None:
+    scale = torch.randint(0, 256, (3, 300, 10), dtype=torch.uint8)
+    have = swizzle(scale)
+    assert have.shape == (3, 384, 12)
+    flat = have.view(3, 3, 3, 512)
+    for r, c in ((0, 0), (31, 1), (32, 3), (127, 4), (128, 5), (299, 9)):
+        byte = (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+        assert torch.equal(flat[:, r // 128, c // 4, byte], scale[:, r, c])
+    assert torch.equal(unswizzle(have)[:, :300, :10], scale)
+    assert not unswizzle(have)[:, :, 10:].any()
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 127, 128, 129, 0), (128, 128), (0,), (1,) * 5])
+def test_every_expert_starts_a_block_of_its_own(sizes: tuple[int, ...]) -> None:
+    case = ragged(sizes, 5)
+    scale = torch.randint(1, 255, (case.rows, 8), dtype=torch.uint8)
+    have = unswizzle(swizzle_grouped(scale, case.offsets))
+    assert have.shape == ((-(-case.rows // 128) + len(sizes)) * 128, 8)
+    place = start = 0
+    for size in sizes:
+        assert torch.equal(have[place : place + size], scale[start : start + size])
+        assert not have[place + size : place + -(-size // 128) * 128].any()
+        place, start = place + -(-size // 128) * 128, start + size
+    assert not have[place:].any()
+
+
+def test_the_ends_of_the_scale_are_their_values() -> None:
+    data = torch.full((1, 96), 1.0).to(torch.float8_e4m3fn)
+    have = mx_dequantise(data, torch.tensor([[0, 254, 255]], dtype=torch.uint8), torch.float32)
+    assert torch.equal(have[0, :64], torch.tensor([2.0**-127, 2.0**127]).repeat_interleave(32))
+    assert have[0, 64:].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["plain", "swizzled"])
+@pytest.mark.parametrize("name", ["mx_grouped_mm", "mx_up_swiglu", "mx_dgrad_swiglu"])
+def test_the_operators_are_registered_as_they_behave(name: str, layout: str) -> None:
+    case = ragged((3, 0, 5), 2)
+    p, _ = operands(case, layout)
+    arguments: tuple[Any, ...] = p
+    if name == "mx_dgrad_swiglu":
+        arguments = (*p[:4], torch.randn(case.rows, 2 * N).bfloat16(), torch.rand(case.rows), case.offsets)
+    before = [t.clone() for t in arguments]
+    options = {"swizzled": layout == "swizzled"}
+    torch.library.opcheck(getattr(mg, name).default, arguments, options, test_utils="test_faketensor")
+    for a, b in zip(arguments, before, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    (rows, row_scale, weight, weight_scale, offsets), _ = operands(ragged((3, 5)), "plain")
+    with pytest.raises(ValueError, match="a contraction over 144 is not whole blocks of 32"):
+        mx_mm.mx_grouped_mm(rows[:, :144], row_scale, weight[:, :, :144], weight_scale, offsets)
+    with pytest.raises(ValueError, match=r"rows must be \[8, 5\] of torch\.uint8, got \[8, 4\]"):
+        mx_mm.mx_grouped_mm(rows, row_scale[:, :4], weight, weight_scale, offsets)
+    with pytest.raises(ValueError, match=r"rows must be \[384, 8\] of torch\.uint8, got \[8, 5\]"):
+        mx_mm.mx_grouped_mm(rows, row_scale, weight, weight_scale, offsets, swizzled=True)
+    with pytest.raises(ValueError, match=r"weight must be \[2, 256, 8\] of torch\.uint8, got \[2, 144, 5\]"):
+        mx_mm.mx_up_swiglu(rows, swizzle_grouped(row_scale, offsets), weight, weight_scale, offsets, swizzled=True)
+    with pytest.raises(ValueError, match=r"rows must be torch\.float8_e4m3fn, got torch\.float32"):
+        mx_mm.mx_grouped_mm(rows.float(), row_scale, weight, weight_scale, offsets)
+
+
+@pytest.mark.parametrize(
+    ("capability", "n", "backend"), [(90, 128, "emulated"), (100, 128, "triton"), (103, 144, "emulated")]
+)
+def test_where_the_kernels_run(capability: int, n: int, backend: str) -> None:
+    assert mx_mm.mx_backend(n, 160, Card("any", capability))[0] == backend
