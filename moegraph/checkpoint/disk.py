@@ -21,9 +21,14 @@ def sync_folder(path: Path) -> None:
     _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def partial_file(path: Path) -> Path:
+    """What `write_file` writes before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Writes or replaces a file in one rename: a reader finds the old content or the new one, whole. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_file(path)
     try:
         with partial.open("wb") as file:
             file.write(content)

@@ -75,7 +75,12 @@ class RunCheckpoints:
         self.saver.poll()
         every = self.options.every
         if every is not None and (step % every == 0 or step == self.spec.train.steps):
-            self.saver.save(step, self._content(step, record, expert_counts) if self.mesh.rank == 0 else {})
+            self.save(step, record, expert_counts)
+
+    def save(self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]]) -> None:
+        """Saves a checkpoint of this step now. `record` is what it reported, `expert_counts` its choices [L][E].
+        Collective."""
+        self.saver.save(step, self._content(step, record, expert_counts) if self.mesh.rank == 0 else {})
 
     def finish(self) -> None:
         """Waits for a checkpoint in flight. Collective."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from moegraph.checkpoint.disk import sync_folder, write_file
+from moegraph.checkpoint.disk import partial_file, sync_folder, write_file
 from moegraph.checkpoint.manifest import read_small_file
 from moegraph.checkpoint.names import LATEST, parse_step, step_name
 from moegraph.errors import CheckpointError
@@ -60,6 +60,7 @@ def tidy(root: Path) -> None:
     """Removes what a process that was killed left behind, and gives a replaced step its name back. Raises OSError."""
     if not root.is_dir():
         return
+    partial_file(root / LATEST).unlink(missing_ok=True)
     for path in sorted(root.iterdir()):
         name = path.name
         if parse_step(name.removesuffix(REPLACED)) is not None and name.endswith(REPLACED):
