@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-_CHUNK = 8 << 20
+_CHUNK = 4 << 20
 
 
 def sync_file(path: Path) -> None:

@@ -167,7 +167,7 @@ def read_small_file(path: Path, most: int) -> bytes:
             if size > most:
                 raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than {most}")
             with open(handle, "rb", closefd=False) as file:
-                return file.read(most)
+                return file.read(size)
         finally:
             os.close(handle)
     except OSError as error:
