@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moegraph.checkpoint.names import CHECKPOINTS
+from moegraph.checkpoint.names import CHECKPOINTS, parse_step
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.checkpoint.restore import restore
 from moegraph.checkpoint.same_run import check_same_run
 from moegraph.checkpoint.saver import Saver
 from moegraph.checkpoint.start import is_within
-from moegraph.checkpoint.step_folders import set_aside_after
+from moegraph.checkpoint.step_folders import complete_steps, set_aside_after
 from moegraph.data.loader import Loader
 from moegraph.errors import CheckpointError
 from moegraph.runtime.engine import Engine
@@ -51,7 +52,7 @@ class RunCheckpoints:
         folder = broadcast_path(self.mesh, start)
         if folder is None:
             return 0
-        with together(self.mesh, "opening the checkpoint"):
+        with together(self.mesh, "opening the checkpoint"), _naming_the_one_before(folder):
             checkpoint = Checkpoint.open(folder)
             manifest = checkpoint.manifest
             changed = check_same_run(folder, manifest, self.spec, self._fingerprint)
@@ -132,6 +133,23 @@ class RunCheckpoints:
             "graph_hashes": dict(self.engine.compiled.hashes),
             "versions": self._versions,
         }
+
+
+@contextmanager
+def _naming_the_one_before(folder: Path) -> Iterator[None]:
+    """Adds to the error of a damaged checkpoint which one there is before it. Nothing else is chosen silently."""
+    try:
+        yield
+    except CheckpointError as error:
+        step = parse_step(folder.name)
+        if error.exit_code != 1 or step is None:
+            raise
+        before = {n: path for n, path in complete_steps(folder.parent).items() if n < step}
+        if not before:
+            raise
+        n = max(before)
+        text = f"{error}\n    fix: go on from step {n} with --set checkpoint.resume={before[n]}"
+        raise CheckpointError(text) from error
 
 
 def broadcast_path(mesh: Mesh, path: Path | None) -> Path | None:

@@ -15,7 +15,7 @@ from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank, whole
 from tests.ranks import RankPool
 
 Layout = tuple[int, int, int]  # dp, ep, pp
-EVERY_DAY: list[Layout] = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2), (1, 1, 2)]
+EVERY_DAY: list[Layout] = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2), (1, 1, 1)]
 MORE: list[Layout] = [(1, 1, 1), (4, 1, 1), (2, 2, 1), (4, 4, 1), (2, 1, 2), (4, 2, 1), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
 
 
