@@ -59,7 +59,15 @@ def check_same_run(folder: Path, manifest: Manifest, spec: Spec, fingerprint: st
             "wrote it, or start anew with --set checkpoint.resume=off",
             exit_code=2,
         )
-    return [f"{path}: {_change(then, value)}" for path, then, value in found]
+    meant = [f"{path}: {_change(then, value)}" for path, then, value in found]
+    if meant and manifest.step == spec.train.steps:
+        raise CheckpointError(
+            f"{folder} is of the last step, so there is nothing left to train, but the spec is another one:\n    "
+            + "\n    ".join(meant)
+            + "\n    fix: raise train.steps, or start anew with --set checkpoint.resume=off",
+            exit_code=2,
+        )
+    return meant
 
 
 def _below(path: str, roots: tuple[str, ...]) -> bool:

@@ -26,6 +26,7 @@ from moegraph.checkpoint.names import CHECKPOINTS, MANIFEST, shard_name, step_na
 from moegraph.checkpoint.rank_tensors import owned_tensors, whole_tensors
 from moegraph.checkpoint.shard_writer import HostCopy, Job, Written
 from moegraph.errors import CheckpointError
+from moegraph.runtime.collectives import during
 from moegraph.runtime.engine import Engine
 from moegraph.runtime.start import together
 from moegraph.specs.schema.run import Checkpoint
@@ -55,7 +56,8 @@ class Saver:
         tensors = owned_tensors(self.engine.state, self.engine.program, self.mesh)
         size = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.int64)
         if self.mesh.world > 1:
-            dist.all_reduce(size)
+            with during("agreeing on a checkpoint"):
+                dist.all_reduce(size)
         with self._together("beginning"):
             if self.mesh.rank == 0:
                 self._begin(int(size))
@@ -73,7 +75,8 @@ class Saver:
             return
         waiting = torch.tensor(not self._job.done, dtype=torch.int64)
         if self.mesh.world > 1:
-            dist.all_reduce(waiting)
+            with during("agreeing on a checkpoint"):
+                dist.all_reduce(waiting)
         if not waiting:
             self.finish()
 
@@ -133,18 +136,19 @@ class Saver:
     def _gather(self, written: Written) -> dict[str, Written]:
         """What every rank wrote, by file."""
         mine = torch.tensor([written.bytes, *bytes.fromhex(written.sha256)], dtype=torch.int64)
-        every = [torch.empty_like(mine) for _ in range(self.mesh.world)]
+        every = [mine]
         if self.mesh.world > 1:
-            dist.all_gather(every, mine)
-        else:
-            every = [mine]
+            every = [torch.empty_like(mine) for _ in range(self.mesh.world)]
+            with during("agreeing on a checkpoint"):
+                dist.all_gather(every, mine)
         rows = [row.tolist() for row in every]
         return {shard_name(r, self.mesh.world): Written(size, bytes(sha).hex()) for r, (size, *sha) in enumerate(rows)}
 
     @contextmanager
     def _together(self, doing: str) -> Iterator[None]:
         """As `together`; an OSError becomes a sentence first."""
-        with together(self.mesh, f"{doing} the checkpoint of step {self._step}"):
+        what = f"{doing} the checkpoint of step {self._step}"
+        with during(what), together(self.mesh, what):
             try:
                 yield
             except OSError as error:

@@ -142,6 +142,8 @@ class Trainer:
                 if step == done + 1:
                     after_first_step()
             checkpoints.finish()
+            if done == steps and self.spec.train.validation is not None:
+                last = self._validation_loss()
             weights = gather_weights(self.engine)
             if self.mesh.rank == 0:
                 save_weights(output, weights, {"format": "pt", "step": str(steps)})

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from moegraph.checkpoint.names import CHECKPOINTS, LATEST, Segment, step_name
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.checkpoint.shard_writer import HostCopy, write_shard
 from moegraph.checkpoint.step_folders import complete_steps
+from moegraph.data.loader import StepBatch
 from moegraph.errors import CheckpointError, RunError
+from moegraph.runtime.agree import Agreed
+from moegraph.runtime.engine import Engine
 from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank
 from tests.ranks import RankPool
 
@@ -206,6 +210,21 @@ def test_training_goes_on_while_one_checkpoint_at_a_time_is_written(
     assert saved(tmp_path) == [4, 8, 12]
     assert most == [1, 1, 1]
     assert unfinished.count(4) >= 4  # steps 5 to 8 ended while it was being written
+
+
+def test_a_step_that_is_not_finite_loses_no_checkpoint_that_was_being_written(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Engine.compute
+
+    def compute(self: Engine, batch: StepBatch) -> Agreed:
+        agreed = original(self, batch)
+        return replace(agreed, loss=float("nan")) if self.state.optimizer.steps == 2 else agreed
+
+    monkeypatch.setattr(Engine, "compute", compute)
+    with pytest.raises(RunError, match="step 3: loss is nan"):
+        train_rank(0, run_spec(tmp_path, "checkpoint.mode=async", "train.steps=4"), tokens)
+    assert saved(tmp_path) == [1, 2]
 
 
 def test_the_copy_in_host_memory_is_made_once() -> None:

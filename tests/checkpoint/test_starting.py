@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moegraph.checkpoint.names import CHECKPOINTS, LATEST, MANIFEST, step_name
 from moegraph.checkpoint.start import claim_with_start, find_checkpoint
@@ -72,12 +73,22 @@ def test_off_moves_the_run_aside_and_starts_anew(tokens: Path, tmp_path: Path) -
 
 def test_a_finished_run_has_nothing_left_to_do(tokens: Path, tmp_path: Path) -> None:
     expected = train(tmp_path, tokens, 2)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
     (tmp_path / "run" / "model.safetensors").unlink()
     ran = train(tmp_path, tokens, 2)
     assert ran.ids == {}
     assert ran.losses == expected.losses
-    assert (tmp_path / "run" / "model.safetensors").is_file()
+    again = load_file(tmp_path / "run" / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
     assert not (tmp_path / "run.1").exists()
+
+
+def test_a_finished_run_with_another_spec_is_not_taken_for_it(tokens: Path, tmp_path: Path) -> None:
+    train(tmp_path, tokens, 2)
+    said = refused(tmp_path, tokens, 2, "train.optimizer.lr=0.5")
+    assert "nothing left to train, but the spec is another one" in said
+    assert "train.optimizer.lr: 0.01 → 0.5" in said
 
 
 def test_another_runs_checkpoint_starts_a_run_of_its_own(tokens: Path, tmp_path: Path) -> None:
