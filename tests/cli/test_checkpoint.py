@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from moegraph.cli import run as run_command
+from moegraph.cli.sources import load_run
+from moegraph.specs import load_spec
 
 from .conftest import SMALL, Moegraph
 from .test_train import prepare_tokens
@@ -103,6 +106,33 @@ def test_the_same_command_goes_on_where_the_run_was(run: Path, moegraph: Moegrap
     again = moegraph("train", "--set", "train.steps=3", "--json")
     assert again.json["steps"] == 3
     assert again.json["loss"] == moegraph("inspect", run, "--json").json["last"]["loss"]
+
+
+def test_the_folder_of_a_run_is_enough_to_go_on(run: Path, moegraph: Moegraph) -> None:
+    Path("moegraph.yaml").unlink()
+    run.rename("moved")
+    done = moegraph("train", "moved", "--set", "train.steps=3")
+    assert done.status == 0, done.err
+    assert "resumed from moved/checkpoints/step-000002, step 2" in done.out
+    assert "step 3/3" in done.out
+    assert not run.exists()
+    shutil.rmtree("moved/checkpoints")
+    done = moegraph("train", "moved")
+    assert (done.status, "moved holds no checkpoint" in done.err) == (2, True)
+    Path("moved/manifest.json").write_text("{}", encoding="utf-8")
+    assert moegraph("train", "moved").status == 2
+
+
+def test_the_spec_of_every_run_is_read_back_as_it_was(here: Path) -> None:
+    for preset in ("tiny", "tiny-dense", "olmo3-47b", "olmo3-ultra-2t"):
+        spec = load_spec(f"presets/{preset}.yaml", ["train.output_dir=old", "train.steps=5"])
+        folder = here / preset
+        folder.mkdir()
+        text = json.dumps({"spec": spec.model_dump(mode="json", by_alias=True)})
+        (folder / "manifest.json").write_text(text, encoding="utf-8")
+        train = spec.train.model_copy(update={"output_dir": str(folder)})
+        checkpoint = spec.checkpoint.model_copy(update={"resume": str(folder)})
+        assert load_run(folder, []) == spec.model_copy(update={"train": train, "checkpoint": checkpoint})
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shard-00000-of-00001.safetensors"])
