@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moegraph.checkpoint.names import CHECKPOINTS, MANIFEST
+from moegraph.checkpoint.names import CHECKPOINTS, parse_step
 from moegraph.checkpoint.step_folders import complete_steps, newest, tidy
 from moegraph.errors import CheckpointError
 from moegraph.runtime.run_folder import claim_run_folder
@@ -23,7 +23,8 @@ def find_checkpoint(path: Path) -> Path:
         found = newest(root)
         if found is not None:
             return found
-    if (path / MANIFEST).is_file() and not (path / CHECKPOINTS).exists():
+    named_so = parse_step(path.name.partition(".")[0]) is not None
+    if path.is_dir() and (named_so or any(path.glob("shard-*.safetensors"))):
         return path
     raise CheckpointError(
         f"{path} holds no checkpoint: name a run's folder, or one of its {CHECKPOINTS}/step-…", exit_code=2

@@ -31,8 +31,8 @@ def load(name: str, overrides: Sequence[str] | None) -> ResolvedSpec:
 
 
 def load_run(folder: Path, overrides: Sequence[str]) -> Spec:
-    """The spec of the run in `folder`, to go on with it there: it resumes from `folder` and writes into it, whatever its
-    manifest says. What else the manifest names was given by whoever started it."""
+    """The spec of the run in `folder`, to go on with it there: it resumes from `folder` and writes into it, whatever
+    its manifest says. What else the manifest names was given by whoever started it."""
     from moegraph.runtime.run_log import read_manifest
     from moegraph.specs import load_resolved
 
