@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from moegraph.checkpoint import step_folders
-from moegraph.checkpoint.disk import free_bytes, write_file
+from moegraph.checkpoint.disk import free_bytes, sync_folder, write_file
 from moegraph.checkpoint.manifest import manifest_json
 from moegraph.checkpoint.names import CHECKPOINTS, MANIFEST, shard_name, step_name
 from moegraph.checkpoint.rank_tensors import owned_tensors, whole_tensors
@@ -112,7 +112,9 @@ class Saver:
         return self.root / f"{step_name(self._step)}{step_folders.PARTIAL}"
 
     def _begin(self, size: int) -> None:
-        self.root.mkdir(exist_ok=True)
+        if not self.root.is_dir():
+            self.root.mkdir()
+            sync_folder(self.root.parent)
         free = free_bytes(self.root)
         if free < size + _MARGIN:
             raise CheckpointError(
@@ -122,6 +124,13 @@ class Saver:
         step_folders.begin(self.root, self._step)
 
     def _complete(self, files: dict[str, Written]) -> None:
+        for name, each in files.items():
+            path = self._partial / name
+            if not path.is_file() or path.stat().st_size != each.bytes:
+                raise CheckpointError(
+                    f"step {self._step}: {path} is not what its rank wrote, seen from rank 0: all ranks need one file "
+                    "system for train.output_dir"
+                )
         tensors = whole_tensors(self.engine.program, self.engine.spec)
         content = {
             **self._content,

@@ -138,14 +138,20 @@ def test_a_folder_that_cannot_be_written_to(
         train_rank(0, run_spec(tmp_path, "train.steps=2"), tokens)
 
 
-def fail_on_rank_1(rank: int, spec: Any, base: Path) -> str:
-    """Trains; the disk of rank 1 is full. What each rank raised."""
+def fail_on_rank_1(rank: int, spec: Any, base: Path, elsewhere: bool) -> str:
+    """Trains; the disk of rank 1 is full, or a disk of its own. What each rank raised."""
     if rank == 1:
 
         def full(*arguments: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        original, shard_writer.write_shard = shard_writer.write_shard, full  # type: ignore[assignment]
+        def own(path: Path, tensors: dict[Segment, torch.Tensor]) -> shard_writer.Written:
+            written = write_shard(path, tensors)
+            path.unlink()
+            return written
+
+        original = shard_writer.write_shard
+        shard_writer.write_shard = own if elsewhere else full  # type: ignore[assignment]
     try:
         train_rank(rank, spec, base)
     except RunError as error:
@@ -163,10 +169,17 @@ def test_one_rank_that_cannot_write_stops_all_and_is_named(
     ranks: RankPool, tokens: Path, tmp_path: Path, mode: str
 ) -> None:
     spec = run_spec(tmp_path, f"checkpoint.mode={mode}", "train.steps=9", dp=2, ep=2)
-    first, second = ranks.run(2, fail_on_rank_1, spec, tokens)
+    first, second = ranks.run(2, fail_on_rank_1, spec, tokens, False)
     assert "CheckpointError: step 1: the checkpoint could not be written" in second
     assert "No space left on device" in second
     assert "RunError: rank 0: writing the checkpoint of step 1 failed on rank 1" in first
+    assert names(tmp_path) == set()
+
+
+def test_ranks_with_disks_of_their_own_are_told_so(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
+    first, second = ranks.run(2, fail_on_rank_1, run_spec(tmp_path, dp=2, ep=2), tokens, True)
+    assert "shard-00001-of-00002.safetensors is not what its rank wrote, seen from rank 0" in first
+    assert "completing the checkpoint of step 1 failed on rank 0" in second
     assert names(tmp_path) == set()
 
 
