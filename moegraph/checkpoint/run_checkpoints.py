@@ -64,7 +64,6 @@ class RunCheckpoints:
                 self._set_aside_after(manifest.step)
         self.engine.state.refresh()
         self._run, self.loss = manifest.run, manifest.numbers.loss
-        self.saver.saved = manifest.step if is_within(folder, self._folder) else None
         self.note(f"resumed from {folder}, step {manifest.step}" + "".join(f"\n    {each}" for each in changed))
         return manifest.step
 

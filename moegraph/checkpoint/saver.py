@@ -40,14 +40,13 @@ class Saver:
     def __init__(self, options: Checkpoint, run_folder: Path, engine: Engine, note: Callable[[str], None]) -> None:
         self.options, self.engine, self.mesh, self.note = options, engine, engine.mesh, note
         self.root = run_folder / CHECKPOINTS
-        self.saved: int | None = None  # the last step that is complete
         self._copy = HostCopy()
         self._job: Job | None = None
         self._step = 0
         self._content: dict[str, Any] = {}
 
     def save(self, step: int, content: dict[str, Any]) -> None:
-        """Saves the state as it is now; `content` is what the manifest says of it (`step_content`). Collective.
+        """Saves the state as it is now; `content` is what the manifest says of it, on rank 0. Collective.
 
         With `mode: async` it returns when the state has been copied.
         """
@@ -99,7 +98,6 @@ class Saver:
             if self.mesh.rank == 0:
                 step_folders.discard(self._partial)
             raise
-        self.saved = self._step
 
     def abandon(self) -> None:
         """The run ends by an error: nothing writes any more when this returns. The rest is tidied at the next start."""

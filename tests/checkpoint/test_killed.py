@@ -71,7 +71,7 @@ def test_killed_at_random_instants(ranks: RankPool, tokens: Path, tmp_path: Path
 @pytest.mark.parametrize("which", BODIES)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_killed_at_many_random_instants(ranks: RankPool, tokens: Path, tmp_path: Path, mode: str, which: str) -> None:
-    (steps,) = ranks.run(1, kill_at_random, tmp_path, tokens, mode, which, 60)
+    (steps,) = ranks.run(1, kill_at_random, tmp_path, tokens, mode, which, 30, timeout=220)
     assert len(set(steps)) > 1 or which == "existing"
 
 
