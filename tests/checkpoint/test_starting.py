@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from moegraph.checkpoint.start import claim_with_start, find_checkpoint
 from moegraph.checkpoint.step_folders import complete_steps
 from moegraph.data.prepare import prepare
 from moegraph.errors import CheckpointError, RunError
+from moegraph.runtime.engine import Engine
 from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank, whole, write_checkpoint
 
 
@@ -198,3 +201,15 @@ def test_a_damaged_newest_checkpoint_stops_the_run_with_nothing_changed(tokens: 
     ran = train(tmp_path, tokens, 3, f"checkpoint.resume={newest.with_name(step_name(1))}")
     assert list(ran.ids) == [2, 3]
     assert train(tmp_path, tokens, 4, "checkpoint.verify=false").ids.keys() == {4}
+
+
+@pytest.mark.parametrize(("saved", "rung"), [(1.25, 0), (1.5, 1), (2.0, 1), (3.0, 2), (64.0, 2)])
+def test_buckets_are_as_large_as_they_were(saved: float, rung: int) -> None:
+    used: list[int] = []
+    engine: Any = SimpleNamespace(capacity=1.25, ladder=[1.25, 2.0, 4.0], _use=used.append)
+    Engine.start_at_capacity(engine, saved)
+    assert used == [rung]
+
+
+def test_buckets_without_a_capacity_stay_so() -> None:
+    Engine.start_at_capacity(cast(Any, SimpleNamespace(capacity=None, ladder=[1.25])), 4.0)
