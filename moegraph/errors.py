@@ -120,6 +120,17 @@ class DataError(MoegraphError):
         self.exit_code = exit_code
 
 
+class CheckpointError(MoegraphError):
+    """A checkpoint that is damaged, cannot be written, or is of another run (`exit_code` 2 when the call is at fault, 3
+    when a check was asked for)."""
+
+    code = "MG401"
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class RunError(MoegraphError):
     """A run that started and could not go on."""
 

@@ -48,9 +48,6 @@ NOT_YET: dict[str, NotYet] = {
     "precision.mxfp8.shared": NotYet("MXFP8"),
     "precision.mxfp8.attention": NotYet("MXFP8"),
     "precision.mxfp8.dispatch": NotYet("MXFP8"),
-    "checkpoint.every": NotYet("saving checkpoints during a run"),
-    "checkpoint.keep_last": NotYet("keeping several checkpoints"),
-    "checkpoint.mode": NotYet("saving checkpoints in the background", ("async",)),
 }
 
 

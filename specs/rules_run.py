@@ -107,6 +107,19 @@ def recompute_has_effect(spec: Spec, report: Report) -> None:
         report.add("passes.recompute.enabled", message, fix="remove enabled, or use policy none")
 
 
+def checkpoints_have_effect(spec: Spec, report: Report) -> None:
+    """How checkpoints are written is no question where none is; what stays has to be written first."""
+    given = spec.checkpoint
+    if given.every is None:
+        for key, value in (("keep_every", given.keep_every), ("mode", given.mode == "async")):
+            if value:
+                fix = "add checkpoint.every, in steps"
+                report.add(f"checkpoint.{key}", "has no effect, since no checkpoint is written", fix=fix)
+    elif given.keep_every is not None and given.keep_every % given.every:
+        message = f"is not a multiple of checkpoint.every {given.every}, so that few checkpoints would be at one of it"
+        report.add("checkpoint.keep_every", message, allowed=f"{given.every}, {2 * given.every}, {3 * given.every} …")
+
+
 def corpus_is_built_in(spec: Spec, report: Report) -> None:
     """`corpus:NAME` names a corpus that exists."""
     name = spec.data.source.removeprefix(CORPUS_PREFIX)
@@ -122,7 +135,12 @@ def paths_are_confined(spec: Spec, report: Report) -> None:
 
     The person who runs moegraph may name any folder, by an override or from Python.
     """
-    for path, value in (("data.source", spec.data.source), ("train.output_dir", spec.train.output_dir)):
+    named = {
+        "data.source": spec.data.source,
+        "train.output_dir": spec.train.output_dir,
+        "checkpoint.resume": spec.checkpoint.resume,
+    }
+    for path, value in named.items():
         if path == "data.source" and value.startswith(CORPUS_PREFIX):
             continue
         reason = "holds a NUL character" if "\0" in value else None
@@ -160,6 +178,7 @@ RULES: tuple[Rule, ...] = (
     fused_recompute_has_effect,
     overlap_has_effect,
     recompute_has_effect,
+    checkpoints_have_effect,
     corpus_is_built_in,
     paths_are_confined,
 )

@@ -132,9 +132,12 @@ data:
   document_mask: true                  # neither attention nor loss crosses a document
 
 checkpoint:
-  every: null                          # null: only the final weights
+  every: null                          # steps; null: only the final weights
   keep_last: 3
-  mode: sync
+  keep_every: null                     # steps: those at a multiple of it stay for ever
+  mode: sync                           # sync | async: written while training goes on
+  resume: auto                         # auto: continue the run in output_dir | off: start anew | a folder to start from
+  verify: true                         # compare all files with their hashes before they are used
 """
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moegraph.cli import bench, compare, compile_, data, doctor, init, inspect_, schema, train, verify
+from moegraph.cli import bench, checkpoint, compare, compile_, data, doctor, init, inspect_, schema, train, verify
 
 app = typer.Typer(
     name="moegraph",
@@ -44,6 +44,7 @@ app.command("train")(train.train_command)
 app.command("compare")(compare.compare_command)
 app.command("inspect")(inspect_.inspect_command)
 app.command("verify")(verify.verify_command)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.bench_app, name="bench")
 app.command("schema")(schema.schema_command)

@@ -1,7 +1,10 @@
-"""What SPEC on a command line may be: a spec file, a preset, or a compiled directory, which holds a spec."""
+"""What SPEC on a command line may be: a spec file, a preset, or a folder that holds a spec: a compiled directory or, to
+go on with it, a run."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +15,9 @@ from moegraph.cli.options import spec_name
 from moegraph.errors import UsageError
 
 if TYPE_CHECKING:
-    from moegraph.specs import ResolvedSpec
+    from moegraph.specs import ResolvedSpec, Spec
+
+RUN_MANIFEST = "manifest.json"
 
 
 def load(name: str, overrides: Sequence[str] | None) -> ResolvedSpec:
@@ -23,6 +28,28 @@ def load(name: str, overrides: Sequence[str] | None) -> ResolvedSpec:
     last = last_compiled()
     ours = last is not None and Path(name).absolute() == (last / SPEC_NAME).absolute()
     return load_resolved(name, overrides or (), trusted=ours)
+
+
+def load_run(folder: Path, overrides: Sequence[str]) -> Spec:
+    """The spec of the run in `folder`, to go on with it there: it resumes from `folder` and writes into it, whatever
+    its manifest says. What else the manifest names was given by whoever started it."""
+    from moegraph.runtime.run_log import read_manifest
+    from moegraph.specs import load_resolved
+
+    spec = read_manifest(folder).get("spec")
+    if not isinstance(spec, dict):
+        raise UsageError(f"{folder / RUN_MANIFEST} is not the manifest of a run: it holds no spec")
+    name = json.dumps(str(folder))
+    here = [f"train.output_dir={name}", f"checkpoint.resume={name}", *overrides]
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / SPEC_NAME
+        file.write_text(json.dumps(spec), encoding="utf-8")  # YAML 1.2 reads JSON
+        return load_resolved(str(file), here, trusted=True).spec
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, and no compiled directory."""
+    return (folder / RUN_MANIFEST).is_file() and not (folder / REPORT_NAME).is_file()
 
 
 def find_spec(given: str | None) -> str:

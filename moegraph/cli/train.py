@@ -1,7 +1,7 @@
 """`moegraph train`: a spec, or a compiled directory whose graphs still are what they were, is trained.
 
 A compiled directory is data: its resolved spec is compiled again, and training starts only if every pass leaves the
-graphs whose hashes the directory's report holds.
+graphs whose hashes the directory's report holds. The folder of a run goes on from its newest checkpoint.
 
 A layout of several ranks is a process each: `--nproc` starts them here, torchrun on several hosts.
 """
@@ -22,7 +22,7 @@ from moegraph.cli.compile_ import last_compiled
 from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_files, spec_name
 from moegraph.cli.output import Status, print_json, say
 from moegraph.cli.ranks import start_ranks, this_rank
-from moegraph.cli.sources import find_spec, load
+from moegraph.cli.sources import find_spec, is_run, load, load_run
 from moegraph.errors import SpecError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def train_command(
     spec: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SPEC|DIR]",
-            help=f"A spec, a preset or a compiled directory. Default: ./{DEFAULT_SPEC}, else what was compiled last.",
+            metavar="[SPEC|DIR|RUN]",
+            help=f"A spec, a preset, a compiled directory, or the folder of a run to go on with. Default: "
+            f"./{DEFAULT_SPEC}, else what was compiled last.",
         ),
     ] = None,
     set_: Set = None,
@@ -85,6 +86,8 @@ def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, rank
 
 def _find(given: str | None, overrides: Sequence[str]) -> tuple[Spec, Path | None]:
     """The spec to train, and the compiled directory that it has to agree with, if one is meant."""
+    if given is not None and is_run(Path(given)):
+        return load_run(Path(given), overrides), None
     if given is not None:
         folder = Path(given) if Path(given).is_dir() else None
         return load(find_spec(given), overrides).spec, folder

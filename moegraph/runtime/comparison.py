@@ -113,9 +113,9 @@ def compare(
         _, active = count_parameters(compiled.program)
         for seed in seeds:
             folder = str(output / f"{name}-seed-{seed}")
-            seeded = spec.model_copy(
-                update={"train": spec.train.model_copy(update={"seed": seed, "output_dir": folder})}
-            )
+            own = spec.train.model_copy(update={"seed": seed, "output_dir": folder})
+            anew = spec.checkpoint.model_copy(update={"resume": "off"})  # what is compared is trained here and now
+            seeded = spec.model_copy(update={"train": own, "checkpoint": anew})
             with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 result = train(
                     seeded, base=base, progress=Progress(spec.train.steps, stream=nowhere), compiled=compiled

@@ -196,6 +196,11 @@ class Engine:
         _synchronize(self.device)
         return time.perf_counter() - began
 
+    def start_at_capacity(self, capacity: float) -> None:
+        """A run that is continued begins with the buckets that it had at the end, or the next larger ones."""
+        if self.capacity is not None:
+            self._use(next((i for i, rung in enumerate(self.ladder) if rung >= capacity), len(self.ladder) - 1))
+
     def _use(self, rung: int) -> None:
         if (rung, self.overlap) not in self._built:
             program = self.program

@@ -49,6 +49,7 @@ def build_manifest(
     device: str,
     tuning_tables: Mapping[str, str],
     overlap_seconds: Mapping[str, float],
+    resumed_from: int = 0,
     folder: Path,
 ) -> dict[str, Any]:
     """The manifest as JSON-able values.
@@ -56,7 +57,8 @@ def build_manifest(
     resolved_spec: every final value. graph_hashes: by pass and kind. data: source and fingerprint. parameters: (total,
     active). flops_per_token: training operations. device: its name. tuning_tables: the
     SHA-256 of each table that its kernels' configurations come from. overlap_seconds: of a compute phase with
-    overlapped communication on and off, where a run measured both. folder: where git is asked for the state of code.
+    overlapped communication on and off, where a run measured both. resumed_from: the step that it started after.
+    folder: where git is asked for the state of code.
     """
     return {
         "format": FORMAT,
@@ -70,6 +72,7 @@ def build_manifest(
         "device": device,
         "tuning_tables": dict(tuning_tables),
         "overlap_seconds": dict(overlap_seconds),
+        "resumed_from": resumed_from,
         "platform": platform.platform(),
         "versions": versions(),
         "git": git_state(folder),

@@ -1,4 +1,5 @@
-"""The folder of a run: one run each, one process at a time. An earlier run in it is moved aside, never overwritten."""
+"""The folder of a run: one run each, one process at a time. An earlier run in it goes on or is moved aside; it is never
+overwritten."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moegraph.checkpoint.names import CHECKPOINTS
 from moegraph.errors import RunError
 from moegraph.runtime.run_log import MANIFEST, METRICS
 from moegraph.runtime.weights import WEIGHTS
 
 
 @contextmanager
-def claim_run_folder(folder: Path, note: Callable[[str], None]) -> Iterator[Path]:
-    """Makes `folder` for a new run, which has it for itself within.
+def claim_run_folder(folder: Path, note: Callable[[str], None], *, keep: bool = False) -> Iterator[Path]:
+    """Makes `folder` for a new run, which has it for itself within; with `keep`, for the run that is in it.
 
-    A folder that holds a run is renamed to `NAME.N` first. Raises `RunError` for a folder that holds anything else,
-    that another process is training into, that is a file, or that cannot be written into.
+    Without it, a folder that holds a run is renamed to `NAME.N` first. Raises `RunError` for a folder that holds
+    anything else, that another process is training into, that is a file, or that cannot be written into.
     """
     try:
-        _move_earlier_run(folder, note)
+        if not keep:
+            _move_earlier_run(folder, note)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -45,7 +48,7 @@ def _move_earlier_run(folder: Path, note: Callable[[str], None]) -> None:
     found = {path.name for path in folder.iterdir()}
     if not found:
         return
-    if not found & {MANIFEST, METRICS, WEIGHTS}:
+    if not found & {MANIFEST, METRICS, WEIGHTS, CHECKPOINTS}:
         raise RunError(f"train.output_dir {folder} holds files that are not a run's: choose another")
     if Path.cwd().is_relative_to(folder.resolve()):
         raise RunError(f"train.output_dir {folder} holds an earlier run and is where you are: choose another")

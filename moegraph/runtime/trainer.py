@@ -1,8 +1,8 @@
 """Training: the loop from a spec to final weights, on one rank or as one of several.
 
-    open data -> compile -> initialise -> for each step: compute, agree, commit -> validate now and then -> weights
+    open data -> compile -> initialise or resume -> for each step: compute, agree, commit -> validate, save -> weights
 
-Rank 0 alone writes: the run's folder, its log and weights, and what is shown.
+Rank 0 alone writes the run's folder, its log and weights, and what is shown; all ranks write checkpoints.
 
 The loss that is reported is the mean cross entropy per valid target in nats; what auxiliary losses add is reported
 beside it. A step is a function of (seed, step): stopping after any step leaves nothing half done.
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
+from moegraph.checkpoint.run_checkpoints import RunCheckpoints
+from moegraph.checkpoint.start import claim_with_start
 from moegraph.compiled import Compiled
-from moegraph.data.corpora import resolve_source
-from moegraph.data.dataset import TokenDataset
-from moegraph.data.loader import Loader, ValidationLoader
 from moegraph.errors import RunError
 from moegraph.graph.placement import num_stages
 from moegraph.kernels.tuning import table_digests
@@ -35,10 +34,10 @@ from moegraph.runtime.gradient_norm import is_finite
 from moegraph.runtime.learning_rate import learning_rate
 from moegraph.runtime.manifest import build_manifest
 from moegraph.runtime.mesh import SINGLE, Mesh, check_world, join
+from moegraph.runtime.open_data import open_data
 from moegraph.runtime.peaks import peak_flops, utilisation
 from moegraph.runtime.progress import Progress
 from moegraph.runtime.router_metrics import layer_routing
-from moegraph.runtime.run_folder import claim_run_folder
 from moegraph.runtime.run_log import RunLog
 from moegraph.runtime.start import check_equal, together
 from moegraph.runtime.weights import save_weights
@@ -104,10 +103,12 @@ class Trainer:
         mesh: Mesh = SINGLE,
     ) -> None:
         self.spec, self.device, self.progress, self.mesh = spec, device, progress, mesh
-        self.dataset, self.loader, self.validation = _open_data(spec, base)
+        self.dataset, self.loader, self.validation = open_data(spec, base)
         self.engine = Engine(spec, device, mesh, compiled, progress.note)
         self.compiled, self.program, self.state = self.engine.compiled, self.engine.program, self.engine.state
         self.gradients, self.computer = self.engine.gradients, self.engine.computer
+        self.checkpoints: RunCheckpoints | None = None  # of a run that goes on
+        self.expert_counts: list[list[int]] = []  # of the last step, [MoE layers][E]
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
 
@@ -115,32 +116,39 @@ class Trainer:
         """All steps, then the final weights. `after_first_step` is called once, when every graph has been compiled."""
         output, note, steps = Path(self.spec.train.output_dir), self.progress.note, self.spec.train.steps
         with ExitStack() as stack:
-            folder, log = output, None
+            log = start = None
             with together(self.mesh, "opening the run's folder"):
                 if self.mesh.rank == 0:
-                    folder = stack.enter_context(claim_run_folder(output, note))
-                    log = stack.enter_context(RunLog(folder, note))
+                    start = stack.enter_context(claim_with_start(self.spec.checkpoint.resume, output, note))
+                    log = stack.enter_context(RunLog(output, note))
             started = time.perf_counter()
-            self._announce(folder)
+            self._announce(output)
+            checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note)
+            self.checkpoints = stack.enter_context(checkpoints)
+            done = checkpoints.resume(start)
             if self.spec.passes.overlap_communication.mode == "auto":
                 self.engine.decide_overlap(self.loader.step(0))
             if log is not None:
-                log.write_manifest(self._manifest(folder))
-            first = last = self._validate_first(log)
-            loss = 0.0
-            for step in range(1, steps + 1):
+                log.write_manifest(self._manifest(output, done))
+            first = last = None if done else self._validate_first(log)
+            loss = checkpoints.loss
+            for step in range(done + 1, steps + 1):
                 record = self._step(step, log)
                 loss = record["loss"]
                 if self._validates(step):
                     last = record["validation_loss"] = self._validation_loss()
                 self._say(log, record)
-                if step == 1:
+                checkpoints.after_step(step, record, self.expert_counts)
+                if step == done + 1:
                     after_first_step()
+            checkpoints.finish()
+            if done == steps and self.spec.train.validation is not None:
+                last = self._validation_loss()
             weights = gather_weights(self.engine)
             if self.mesh.rank == 0:
-                save_weights(folder, weights, {"format": "pt", "step": str(steps)})
+                save_weights(output, weights, {"format": "pt", "step": str(steps)})
         seconds = time.perf_counter() - started
-        result = TrainResult(folder, steps, seconds, loss, first, last, self.engine.compilations())
+        result = TrainResult(output, steps, seconds, loss, first, last, self.engine.compilations())
         self._conclude(result)
         return result
 
@@ -170,12 +178,15 @@ class Trainer:
         if lost:
             if log is not None:
                 log.write(record)
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
             raise RunError(
                 f"step {step}: {lost[0]} is {record[lost[0]]}; the model is as it was after step {step - 1}, and "
                 f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
             )
         record["lr"] = self._learning_rate(step)
         self.engine.commit(agreed, record["lr"])
+        self.expert_counts = agreed.expert_counts
         if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
             record["router"] = self._routing(agreed)
         if self.device.type == "cuda":
@@ -252,7 +263,7 @@ class Trainer:
             self.progress.note(f"compiled {compiled} graphs, {once}, however the routing moved")
         self.progress.note(f"results: {result.folder}")
 
-    def _manifest(self, folder: Path) -> dict[str, Any]:
+    def _manifest(self, folder: Path, resumed_from: int) -> dict[str, Any]:
         return build_manifest(
             resolved_spec=self.spec.model_dump(mode="json", by_alias=True),
             graph_hashes=self.compiled.hashes,
@@ -262,6 +273,7 @@ class Trainer:
             device=device_name(self.device),
             tuning_tables=table_digests(self.device),
             overlap_seconds=self.engine.overlap_seconds,
+            resumed_from=resumed_from,
             folder=folder,
         )
 
@@ -271,20 +283,3 @@ def _numbers(agreed: Agreed) -> dict[str, float]:
     total = agreed.loss + agreed.balance + agreed.z
     losses = {"loss": agreed.loss, "loss_total": total, "balance_loss": agreed.balance, "z_loss": agreed.z}
     return {**losses, "grad_norm": agreed.norm}
-
-
-def _open_data(spec: Spec, base: Path) -> tuple[TokenDataset, Loader, ValidationLoader | None]:
-    path = resolve_source(spec.data.source, base)
-    dataset = TokenDataset.open(path)
-    common: dict[str, Any] = {
-        "seq_len": spec.data.seq_len,
-        "document_mask": spec.data.document_mask,
-        "vocab_size": spec.model.vocab_size,
-    }
-    loader = Loader(dataset, sequences_per_step=spec.sequences_per_step, seed=spec.train.seed, **common)
-    if spec.train.validation is None:
-        return dataset, loader, None
-    held_out = TokenDataset.open(path, split="validation")
-    sequences = spec.train.validation.sequences
-    size = spec.sequences_per_microbatch
-    return dataset, loader, ValidationLoader(held_out, sequences=sequences, sequences_per_step=size, **common)

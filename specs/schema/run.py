@@ -201,8 +201,19 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    """Periodic checkpoints. `every: null` keeps only the final weights."""
+    """Checkpoints of a run, in the folder `checkpoints` of `train.output_dir`: after every `every` steps and after the
+    last one. `every: null` writes none, only the final weights.
+
+    The last `keep_last` stay, and those whose step is a multiple of `keep_every`. With `mode: async` a step's state is
+    copied to host memory and written while training goes on. `resume: auto` continues the run that is in
+    `train.output_dir` from its newest checkpoint, if it has one; `off` moves that run aside and starts anew; anything
+    else is the folder of a checkpoint, or of a run, to start from. `verify` compares all files with their hashes before
+    anything of them is used.
+    """
 
     every: Count | None = None
     keep_last: Count = 3
+    keep_every: Count | None = None
     mode: Literal["sync", "async"] = "sync"
+    resume: Annotated[str, Field(min_length=1, max_length=4096)] = "auto"
+    verify: bool = True

@@ -39,13 +39,11 @@ ASKED = {
     "precision.mxfp8.shared": "'on'",
     "precision.mxfp8.attention": "auto",
     "precision.mxfp8.dispatch": "'on'",
-    "checkpoint.every": "100",
-    "checkpoint.keep_last": "2",
-    "checkpoint.mode": "async",
 }
 
 # What a word needs around it to make sense.
 AROUND = {
+    "checkpoint.mode": ["checkpoint.every=100"],
     "layout.schedule": ["layout.pp=2", "layout.microbatches=4"],
     "layout.transport": ["layout.dp=2", "layout.ep=2"],
     "layout.overflow": ["layout.dp=2", "layout.ep=2", "layout.transport=padded"],

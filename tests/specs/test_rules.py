@@ -25,6 +25,14 @@ STAGES = "layout.stages"
 REFUSED = [
     (["data.source=corpus:nope"], "data.source", "no built-in corpus 'nope'", "corpus:python-stdlib, or a folder"),
     # (overrides, path, part of the message, allowed)
+    (["checkpoint.mode=async"], "checkpoint.mode", "has no effect, since no checkpoint is written", None),
+    (["checkpoint.keep_every=10"], "checkpoint.keep_every", "has no effect, since no checkpoint is written", None),
+    (
+        ["checkpoint={every: 10, keep_every: 25}"],
+        "checkpoint.keep_every",
+        "is not a multiple of checkpoint.every 10",
+        "10, 20, 30 …",
+    ),
     (["model.moe.top_k=9"], "model.moe.top_k", "top_k 9 is more than num_experts 8", "1 to 8"),
     ([f"{GROUPS}={{n: 3, keep: 1}}"], f"{GROUPS}.n", "num_experts 8 is not divisible by 3 groups", "1, 2, 4, 8"),
     ([f"{GROUPS}={{n: 4, keep: 5}}"], f"{GROUPS}.keep", "keep 5 is more than the 4 groups", "1 to 4"),
@@ -286,6 +294,7 @@ ACCEPTED = [
     ["train.schedule={kind: wsd, warmup: 5, decay: 5, final: 0.1}"],
     ["train.validation={every: 1000, sequences: 1}"],
     ["train.optimizer.betas=[0, 0]"],
+    ["checkpoint={every: 10, keep_every: 30, mode: async, keep_last: 1}"],
     ["train.optimizer.moments=bf16"],
 ]
 

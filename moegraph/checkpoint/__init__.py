@@ -1,0 +1,1 @@
+"""Checkpoints: everything that training changes, written so that any layout can read it. `docs/reliability.md`."""

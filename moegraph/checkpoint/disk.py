@@ -1,0 +1,77 @@
+"""Small file operations that survive a power cut: what they wrote is on disk when they return."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+_CHUNK = 4 << 20
+
+
+def sync_file(path: Path) -> None:
+    """Flushes a file's content to disk. Raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Flushes a folder's entries to disk: files in it that were made, renamed or removed. Raises OSError."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def partial_file(path: Path) -> Path:
+    """What `write_file` writes before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes or replaces a file in one rename: a reader finds the old content or the new one, whole. Raises OSError."""
+    partial = partial_file(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def open_file(path: Path) -> int:
+    """A handle to read a file that has to be a regular one, no link. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not make us wait
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(None, "it is not a regular file")
+    return handle
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content in hex, read piece by piece. Raises OSError."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    handle = open_file(path)
+    try:
+        while count := os.readv(handle, [buffer]):
+            digest.update(buffer[:count])
+    finally:
+        os.close(handle)
+    return digest.hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may still write to the file system of a folder. Raises OSError."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,36 @@
+"""From a checkpoint into the state of one rank, under whatever layout."""
+
+from __future__ import annotations
+
+import torch
+
+from moegraph.checkpoint.rank_tensors import kept_tensors, whole_tensors
+from moegraph.checkpoint.reader import Checkpoint
+from moegraph.errors import CheckpointError
+from moegraph.runtime.engine import Engine
+
+
+@torch.no_grad()
+def restore(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Reads what this rank keeps, and the counters. `engine.state.refresh()` has to follow, on all ranks.
+
+    Raises CheckpointError, having changed nothing, if the checkpoint is of another model.
+    """
+    _check_same_tensors(engine, checkpoint)
+    for segment, tensor in kept_tensors(engine.state, engine.program, engine.mesh).items():
+        checkpoint.read(segment.tensor, segment.start, tensor)
+    counters = checkpoint.manifest.counters
+    engine.state.optimizer.steps = counters.optimizer_steps
+    engine.replays = counters.replays
+    if counters.capacity is not None:
+        engine.start_at_capacity(counters.capacity)
+
+
+def _check_same_tensors(engine: Engine, checkpoint: Checkpoint) -> None:
+    here, there = whole_tensors(engine.program, engine.spec), checkpoint.manifest.tensors
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            shown = [f"{each.dtype} {each.shape}" if each else "nothing" for each in (there.get(name), here.get(name))]
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} is {shown[0]} in it, and {shown[1]} in this model", exit_code=2
+            )
