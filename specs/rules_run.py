@@ -93,6 +93,27 @@ def overlap_has_effect(spec: Spec, report: Report) -> None:
         report.add(chunks, message, allowed="1", fix="use transport padded, or remove it")
 
 
+def low_precision_fits(spec: Spec, report: Report) -> None:
+    """8-bit operands are made from bf16, in one format, for experts."""
+    precision, moe = spec.precision, spec.model.moe
+    asked = {"precision.mxfp8.experts": precision.mxfp8.experts, "precision.fp8": precision.fp8}
+    for path, word in asked.items():
+        if word == "off":
+            continue
+        if precision.compute != "bf16":
+            message = f"needs compute bf16, and precision.compute is {precision.compute}"
+            report.add(path, message, allowed="off", fix="add precision.compute=bf16, or use off")
+        if moe is None:
+            report.add(path, "has no effect in a model without experts", allowed="off")
+    if moe is not None and precision.mxfp8.experts == "on" and (spec.model.d_model % 32 or moe.d_ff % 32):
+        message = f"needs widths of whole blocks of 32, and they are {spec.model.d_model} and {moe.d_ff}"
+        report.add("precision.mxfp8.experts", message, allowed="auto | off")
+    if "off" not in asked.values():
+        report.add("precision.fp8", "and precision.mxfp8.experts are both on: a product has operands of one format")
+    if precision.fp8_wgrad and precision.fp8 == "off":
+        report.add("precision.fp8_wgrad", "has no effect with precision.fp8 off", fix="add precision.fp8=rowwise")
+
+
 def recompute_has_effect(spec: Spec, report: Report) -> None:
     """Layers of a recompute policy that saves everything are a mistake."""
     recompute = spec.passes.recompute
@@ -177,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     groups_say_something,
     fused_recompute_has_effect,
     overlap_has_effect,
+    low_precision_fits,
     recompute_has_effect,
     checkpoints_have_effect,
     corpus_is_built_in,

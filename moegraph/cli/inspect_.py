@@ -50,6 +50,9 @@ def inspect_command(
     shards: Annotated[
         bool, typer.Option("--shards", help="Which parameters are reduced over which ranks, and who holds what.")
     ] = False,
+    precision: Annotated[
+        bool, typer.Option("--precision", help="In which format each product of experts runs, and why.")
+    ] = False,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
@@ -59,7 +62,7 @@ def inspect_command(
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
     flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
-    flags |= {"schedule": schedule, "shards": shards}
+    flags |= {"schedule": schedule, "shards": shards, "precision": precision}
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
         from moegraph.cli.inspect_run import print_run
@@ -71,15 +74,21 @@ def inspect_command(
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
         return
-    if schedule or shards:
-        view = "schedule" if schedule else "shards"
+    if schedule or shards or precision:
+        view = "schedule" if schedule else "shards" if shards else "precision"
         unused = {name: value for name, value in {**graphs, **flags}.items() if name not in (view, "pass_file")}
         refuse(**unused, diff=diff, full=full, because=f"does not go with --{view}")
+        compiled = _compile(spec, set_, pass_file)
+        if precision:
+            from moegraph.cli.inspect_precision import print_precision
+
+            print_precision(compiled, as_json=json)
+            return
         from moegraph.cli.inspect_schedule import print_schedule
         from moegraph.cli.inspect_shards import print_shards
 
         show = print_schedule if schedule else print_shards
-        show(_compile(spec, set_, pass_file).program, as_json=json)
+        show(compiled.program, as_json=json)
         return
     if kernels:
         unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}

@@ -20,6 +20,7 @@ from moegraph.graph.program import ports
 _SHORT_DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
+    torch.float8_e4m3fn: "f8e4m3",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
     torch.int64: "i64",

@@ -32,6 +32,7 @@ from moegraph.runtime.device import choose_device, device_name, peak_memory, run
 from moegraph.runtime.engine import Engine, gather_weights
 from moegraph.runtime.gradient_norm import is_finite
 from moegraph.runtime.learning_rate import learning_rate
+from moegraph.runtime.low_precision import low_precision_text
 from moegraph.runtime.manifest import build_manifest
 from moegraph.runtime.mesh import SINGLE, Mesh, check_world, join
 from moegraph.runtime.open_data import open_data
@@ -250,6 +251,8 @@ class Trainer:
             f"run: {folder}, {device_name(self.device)}, compute {self.spec.precision.compute}, "
             f"{len(self.program.units)} kinds of block, {self.spec.train.compile}"
         )
+        if self.spec.precision.mxfp8.experts != "off" or self.spec.precision.fp8 != "off":
+            note(low_precision_text(self.spec, self.device))
         layout = self.spec.layout
         if layout.world > 1:
             sent = f", {layout.transport} transport" if layout.ep > 1 else ""

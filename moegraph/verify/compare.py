@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +93,23 @@ def _value_difference(a: Any, b: Any) -> float:
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
         return max(map(_value_difference, a, b), default=0.0)
     return float("inf")
+
+
+def sqnr(reference: Tensor, found: Tensor) -> float:
+    """Signal to quantisation noise, 10 · log10(Σ reference² / Σ (reference - found)²) in dB; infinity where all are
+    equal."""
+    reference, found = reference.double(), found.double()
+    noise = float((reference - found).square().sum())
+    return math.inf if noise == 0 else 10 * math.log10(max(float(reference.square().sum()), _TINY) / noise)
+
+
+def signal_to_noise(expected: Sequence[Execution], found: Sequence[Execution]) -> str:
+    """The least `sqnr` over all ranks of each floating-point result that changed, worst first."""
+    least: dict[str, float] = {}
+    for was, now in zip(expected, found, strict=True):
+        for port, value in was.results.items():
+            if value.is_floating_point() and port in now.results and now.results[port].shape == value.shape:
+                name = f"gradient of {port.name}" if port.role in ("grad", "grad_input") else port.name
+                least[name] = min(least.get(name, math.inf), sqnr(value, now.results[port]))
+    changed = sorted((each, name) for name, each in least.items() if each < math.inf)
+    return ", ".join(f"{name} {each:.1f} dB" for each, name in changed)

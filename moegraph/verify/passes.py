@@ -16,9 +16,12 @@ from typing import Any
 from moegraph.errors import CheckFailed
 from moegraph.graph.program import Program, Unit
 from moegraph.lowering import lower
+from moegraph.passes.cast_fp8 import CastFp8
+from moegraph.passes.cast_mxfp8 import CastMxfp8
 from moegraph.passes.dispatch_experts import DispatchExperts
 from moegraph.passes.pipeline import PassRecord, run_pipeline
 from moegraph.specs.schema import Spec
+from moegraph.verify.compare import signal_to_noise
 from moegraph.verify.distributed import TIGHT, Trial, check_tight_buckets, execute_ranks, lost_rows, prepare
 from moegraph.verify.layout import layout_text, with_world
 from moegraph.verify.plant import plant_fault
@@ -127,6 +130,8 @@ def _verdict(previous: PassRecord, record: PassRecord, seed: int, plant: bool) -
             lost = sum(map(lost_rows, found))
             problems += [f"{kind}: {lost} rows did not fit into their buckets, which hold any routing"] if lost else []
             notes += _tight(record.made_by, before, unit, seed, problems)
+        if rewritten and isinstance(record.made_by, (CastFp8, CastMxfp8)):
+            notes.append(f"{kind}, SQNR against the products before: {signal_to_noise(trial.expected, found)}")
         if plant and (rewritten or record.made_by is None):
             seen += _planted(record, new, trial, tolerance, rewritten)
     problems += _silent(previous, record)
@@ -151,7 +156,7 @@ def _tight(made_by: DispatchExperts, program: Program, unit: Unit, seed: int, pr
 
 
 def _planted(record: PassRecord, unit: Unit, trial: Trial, tolerance: float, rewritten: Any) -> list[bool]:
-    planted = plant_fault(unit, rewritten)
+    planted = plant_fault(unit, rewritten, factor=max(1.0625, 1 + 8 * tolerance))  # larger than what a pass may change
     if planted is None:
         return []
     wrong, _ = planted

@@ -12,11 +12,11 @@ from moegraph.graph.edit import Rewriter
 from moegraph.graph.names import display_name, facts
 from moegraph.graph.program import Unit, ports, results
 
-_FACTOR = 1.0625
 
-
-def plant_fault(unit: Unit, rewritten: Sequence[str], graph: str | None = None) -> tuple[Unit, str] | None:
-    """The unit with one float value scaled by 1.0625, and that node's name; None when no node qualifies.
+def plant_fault(
+    unit: Unit, rewritten: Sequence[str], graph: str | None = None, factor: float = 1.0625
+) -> tuple[Unit, str] | None:
+    """The unit with one float value scaled by `factor`, and that node's name; None when no node qualifies.
 
     The value is one that the pass touched where there is one, else the last that reaches a compared output; it is in
     the named graph, by default the one that holds gradients.
@@ -32,7 +32,7 @@ def plant_fault(unit: Unit, rewritten: Sequence[str], graph: str | None = None) 
     if node.meta["val"].numel() == 0:  # its result says only that it is done: what it works on is made wrong
         users, node = [node], next(a for a in reversed(node.all_input_nodes) if a.op != "placeholder" and _is_float(a))
     operator = ops.scale if name == "layer" else torch.ops.aten.mul.Tensor
-    wrong = rewriter.call_before(node.next, f"{target}.wrong", operator, node, _FACTOR)
+    wrong = rewriter.call_before(node.next, f"{target}.wrong", operator, node, factor)
     facts(wrong).update(layer=target, direction=facts(node).get("direction", "forward"))
     for user in users:
         user.replace_input_with(node, wrong)
@@ -49,7 +49,7 @@ def _choose(module: fx.GraphModule, rewritten: set[str]) -> str | None:
 
 def _is_float(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1
 
 
 def _reaching(module: fx.GraphModule) -> set[fx.Node]:

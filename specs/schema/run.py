@@ -35,7 +35,8 @@ class Layout(Section):
 
 
 class Mxfp8(Section):
-    """Where MXFP8 casts are inserted. Only `off` exists so far."""
+    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
+    far."""
 
     experts: Literal["auto", "on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
@@ -45,10 +46,13 @@ class Mxfp8(Section):
 
 class Precision(Section):
     """`compute` is the dtype of activations and of the weights used in matrix products; the optimizer's master
-    weights are fp32 (fp64 when compute is fp64)."""
+    weights are fp32 (fp64 when compute is fp64). `fp8` is Hopper's 8-bit format for products of experts, with a scale
+    per row; `fp8_wgrad` casts their weight gradients too."""
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     mxfp8: Mxfp8 = Field(default_factory=Mxfp8)
+    fp8: Literal["off", "rowwise"] = "off"
+    fp8_wgrad: bool = False
 
 
 class PassSwitch(Section):

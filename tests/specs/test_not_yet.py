@@ -35,7 +35,6 @@ ASKED = {
     "model.multi_token_prediction": "{depth: 1}",
     "model.moe.router.algorithm": "sparsemixer",
     "model.moe.router.jitter": "0.1",
-    "precision.mxfp8.experts": "auto",
     "precision.mxfp8.shared": "'on'",
     "precision.mxfp8.attention": "auto",
     "precision.mxfp8.dispatch": "'on'",

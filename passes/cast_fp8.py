@@ -1,0 +1,64 @@
+"""cast-fp8: products of experts on operands in Hopper's FP8, with the quantisation as nodes of the graph.
+
+`precision.fp8: rowwise` gives each row of an operand an fp32 scale along the contraction; `fp8_wgrad: true` casts the
+weight gradients too, with a scale for each expert and column of both operands. It is a recipe of its own, not MXFP8:
+other scales, so another loss curve. What changes in the graph is told in `low_precision`.
+
+H200 and H100 have matrix units for it; a CPU emulates the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from moegraph.graph.precision_cost import Decision, decide
+from moegraph.graph.program import Unit
+from moegraph.passes.cast_mxfp8 import cast
+from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
+from moegraph.passes.low_precision import Product, Recipe
+from moegraph.passes.registry import registry
+from moegraph.specs.schema import Spec
+
+_mg = torch.ops.moegraph
+FP8 = Recipe(
+    "fp8",
+    _mg.fp8_quantize_rows.default,
+    _mg.fp8_grouped_mm.default,
+    _mg.fp8_up_swiglu.default,
+    _mg.fp8_dgrad_swiglu.default,
+    layout=(),
+    rest=(False,),  # exact accumulation costs all that FP8 gains
+    wgrad=_mg.fp8_grouped_mm_wgrad.default,
+)
+
+
+@registry.register
+@dataclass(frozen=True)
+class CastFp8(Pass):
+    """Puts FP8 operands into the products of experts, and with `wgrad` into their weight gradients."""
+
+    wgrad: bool = False
+
+    name: ClassVar[str] = "cast-fp8"
+    level: ClassVar[Level] = "step"
+    tier: ClassVar[Tier] = "close"
+    tolerance: ClassVar[float] = 0.15  # several products deep; each alone is near 4 %, 28 dB
+    requires: ClassVar[frozenset[str]] = frozenset({"joint"})
+    provides: ClassVar[frozenset[str]] = frozenset({"cast"})
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> CastFp8 | None:
+        return cls(spec.precision.fp8_wgrad) if spec.precision.fp8 == "rowwise" else None
+
+    def apply(self, unit: Unit, context: PassContext) -> PassResult:
+        return cast(unit, self.name, FP8, self.decide)
+
+    def decide(self, product: Product) -> Decision:
+        """Whether this product is cast, and why."""
+        found = decide((product.kind, product.n, product.k, product.rows, product.experts), product.side, "H200")
+        if product.kind == "weight gradient" and not self.wgrad:
+            return found.kept("precision.fp8_wgrad is false")
+        return found.forced()

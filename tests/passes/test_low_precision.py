@@ -1,0 +1,119 @@
+"""cast-mxfp8 and cast-fp8: which products are cast, that casts are nodes that are never kept, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moegraph.errors import SpecError
+from moegraph.graph.precision_cost import decide
+from moegraph.graph.program import ports, results
+from moegraph.passes.low_precision import products_of
+from moegraph.verify.compare import sqnr
+from moegraph.verify.passes import verify_spec
+from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec
+
+BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
+MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+WGRAD, FUSED = "precision.fp8_wgrad=true", "passes.fuse-experts.enabled=true"
+SHORT = ("model.num_layers=1", "model.dense=null", "data.seq_len=8", "train.tokens_per_step=32")
+CASES = {
+    "mxfp8": ("cast-mxfp8", (MX,)),
+    "mxfp8, fused, full recompute": ("cast-mxfp8", (MX, FUSED, "passes.recompute.policy=full")),
+    "mxfp8, two ranks": ("cast-mxfp8", (MX, FUSED, "layout={dp: 2, ep: 2, transport: padded, capacity: 2}")),
+    "fp8": ("cast-fp8", (FP8,)),
+    "fp8, fused, made again": ("cast-fp8", (FP8, FUSED, "passes.fuse-experts.recompute=true")),
+    "fp8, weight gradients too": ("cast-fp8", (FP8, WGRAD, FUSED)),
+}
+
+
+def targets(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> None:
+    name, overrides = CASES[case]
+    report = verify_spec(small_spec(*SHORT, *BF16, *overrides))
+    (row,) = [row for row in report.rows if row.name == name]
+    assert row.ok, row
+    assert row.planted_found
+    assert row.output_difference > 0
+    assert "SQNR" in row.note
+    assert "gradient of moe.w_up 2" in row.note  # 20-odd dB
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str) -> None:
+    name, overrides = CASES[case]
+    unit = next(u for k, u in compile_once(small_spec(*BF16, *overrides)).program.units.items() if k.startswith("moe"))
+    forward, backward = unit.graphs["forward"], unit.graphs["backward"]
+    kept = [
+        node for port, node in zip(ports(forward, "outputs"), results(forward), strict=True) if port.role == "saved"
+    ]
+    assert not [node for node in kept if node.meta["val"].dtype in (torch.float8_e4m3fn, torch.uint8)]
+    found = targets(forward) + targets(backward)
+    assert not {"grouped_mm", "grouped_mm_dgrad", "expert_ffn", "expert_ffn_dgrad"} & set(found)
+    kind = "mx" if "mx" in name else "fp8"
+    assert f"{kind}_grouped_mm" in found
+    assert ("grouped_mm_wgrad" in found) == (WGRAD not in overrides)
+    assert ("fp8_grouped_mm_wgrad" in found) == (WGRAD in overrides)
+
+
+def test_each_value_is_quantised_once_in_a_direction() -> None:
+    unit = compile_once(small_spec(*BF16, FP8, WGRAD, FUSED)).program.units["moe"]
+    forward, backward = targets(unit.graphs["forward"]), targets(unit.graphs["backward"])
+    assert forward.count("fp8_quantize_rows") == 4  # rows, up, activation, down
+    assert backward.count("fp8_quantize_rows") == 4  # gradient, downᵀ, dz, upᵀ
+    assert backward.count("fp8_quantize_columns_t") == 4  # gradient and activation, dz and rows
+
+
+@pytest.mark.parametrize("options", [(MX,), (FP8, WGRAD, FUSED)])
+def test_a_whole_step_is_near_that_in_bf16(options: tuple[str, ...]) -> None:
+    batch = random_batch(small_spec(*BF16))
+    plain, expected = compute_step(small_spec(*BF16), batch)
+    low, gradients = compute_step(small_spec(*BF16, *options), batch)
+    assert 0 < relative_error(low.loss, plain.loss) < 1e-2
+    for name in expected:
+        assert sqnr(expected[name], gradients[name]) > 14, name
+
+
+def test_auto_casts_what_the_model_predicts_to_gain_and_nothing_small() -> None:
+    large = decide(("forward", 4096, 4096, 65536, 16), 4096)
+    assert large.low
+    assert large.low_milliseconds < large.bf16_milliseconds
+    small = decide(("forward", 2048, 4096, 65536, 16), 2048)
+    assert not small.low
+    assert "2048" in small.reason
+    few = decide(("forward", 4096, 4096, 16, 16), 4096)  # one row per expert: weights are read, and little else
+    assert few.bf16_milliseconds > few.low_milliseconds
+    record = compile_once(small_spec(*BF16, "precision.mxfp8.experts=auto")).record("cast-mxfp8")
+    assert record.count == 0
+    assert "measured slower in 8 bits" in record.notes["moe"]
+
+
+def test_products_are_found_with_their_sizes() -> None:
+    joint = compile_once(small_spec(*BF16, FUSED)).record("trace").program.units["moe"].graphs["joint"]
+    found = [(p.kind, p.n, p.k, p.side) for p in products_of(joint.graph)]
+    assert sorted(found) == [
+        ("forward", 96, 32, 32),
+        ("input gradient", 32, 32, 32),
+        ("input gradient", 32, 64, 32),
+        ("weight gradient", 32, 32, 32),
+        ("weight gradient", 64, 32, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((MX,), "needs compute bf16"),
+        (("precision.compute=bf16", MX), "whole blocks of 32"),
+        ((*BF16, MX, FP8), "both on"),
+        ((*BF16, WGRAD), "no effect with precision.fp8 off"),
+        ((*BF16, FP8, "model.moe=null", "model.dense={d_ff: 48}"), "without experts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        small_spec(*overrides)
