@@ -60,6 +60,8 @@ AROUND = {
         "layout={dp: 2, ep: 2, transport: padded}",
         "passes.overlap-communication.mode=on",
     ],
+    "precision.mxfp8.experts": ["model.moe.d_ff=32"],
+    "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }
 
