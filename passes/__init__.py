@@ -19,6 +19,7 @@ from moegraph.passes import (  # isort: skip
     overlap_communication,
     accumulate_gradients,
     split_backward,
+    prepare_weights,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "dispatch_experts",
     "fuse_experts",
     "overlap_communication",
+    "prepare_weights",
     "recompute",
     "registry",
     "split_backward",

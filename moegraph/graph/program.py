@@ -25,6 +25,7 @@ Role = Literal[
     "buffer",  # state that is read but not trained by gradients (the selection bias)
     "input",  # activations and batch fields
     "tangent",  # gradient of an output, one per differentiable output
+    "prepared",  # made of parameters alone, once per optimizer step
     "saved",  # forward value kept for backward
     "live",  # value passed from backward_input to backward_weight
     "hidden",  # output: the residual stream

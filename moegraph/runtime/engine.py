@@ -122,6 +122,8 @@ class Engine:
         """Moves parameters, moments and biases by the step that was computed."""
         with during("gathering parameters"):
             self.state.commit(self.gradients, agreed.norm, lr, agreed.counts_on_device)
+        for executor, _ in self._built.values():
+            executor.weights_changed()
 
     def evaluate(self, batches: Sequence[StepBatch]) -> float:
         """The mean cross entropy per valid target over these batches of one micro-batch each, shared out over `dp`."""

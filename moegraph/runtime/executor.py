@@ -90,6 +90,7 @@ class Executor:
         self.graphs: dict[str, dict[str, BoundGraph]] = {
             kind: _BoundGraphs(unit, device, mode) for kind, unit in program.units.items() if kind in kinds
         }
+        self._prepared: dict[str, dict[Port, Tensor]] = {}  # by block, until the weights change
         self._one = torch.ones((), dtype=_loss_dtype(program), device=device)
 
     def compilations(self) -> dict[str, int]:
@@ -175,6 +176,17 @@ class Executor:
                 overflow.append(results[Port("metric", OVERFLOW)])
         return hidden if hidden is not None else results[Port("loss", LOSS)]
 
+    def weights_changed(self) -> None:
+        """What was made of the weights is made anew when it is wanted."""
+        self._prepared.clear()
+
+    def _prepare(self, instance: Instance) -> dict[Port, Tensor]:
+        if instance.prefix not in self._prepared:
+            graph = self.graphs[instance.kind]["prepare"]
+            weights = {port: self.values[instance.parameters[port.name]] for port in graph.inputs}
+            self._prepared[instance.prefix] = graph(weights)
+        return self._prepared[instance.prefix]
+
     def _inputs(
         self, graph: BoundGraph, instance: Instance, batch: Mapping[str, Tensor], hidden: Tensor | None
     ) -> dict[Port, Tensor]:
@@ -182,6 +194,8 @@ class Executor:
         for port in graph.inputs:
             if port.role in ("parameter", "buffer"):
                 found[port] = self.values[instance.parameters[port.name]]
+            elif port.role == "prepared":
+                found[port] = self._prepare(instance)[port]
             elif port.role == "input" and port.name != HIDDEN:
                 found[port] = batch[port.name]
             elif port.role == "input" and hidden is not None:

@@ -153,6 +153,8 @@ def _empty(node: fx.Node) -> Tensor:
 
 def _execute_split(unit: Unit, inputs: Mapping[Port, Tensor]) -> Execution:
     """Forward, then the joined backward; and, as `again`, the split backward and evaluate."""
+    if "prepare" in unit.graphs:
+        inputs = {**inputs, **run_graph(unit.graphs["prepare"], inputs).results}
     forward = run_graph(unit.graphs["forward"], inputs)
     outputs = {port: value for port, value in forward.results.items() if port.role != "saved"}
     saved = {port: value for port, value in forward.results.items() if port.role == "saved"}

@@ -16,7 +16,15 @@ from tests.small_models import small_spec
 
 LAYER = ["canonicalize", "balance-losses", "chunk-experts", "dispatch-experts", "fuse-experts", "split-pipeline"]
 CASTS = ["cast-mxfp8", "cast-fp8"]
-BUILT_IN = [*LAYER, *CASTS, "recompute", "overlap-communication", "accumulate-gradients", "split-backward"]
+BUILT_IN = [
+    *LAYER,
+    *CASTS,
+    "recompute",
+    "overlap-communication",
+    "accumulate-gradients",
+    "split-backward",
+    "prepare-weights",
+]
 
 
 def made(name: str, level: str = "layer", **declared: Any) -> Pass:

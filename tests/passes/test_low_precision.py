@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
+from torch import Tensor
 
 from moegraph.errors import SpecError
 from moegraph.graph.precision_cost import decide
-from moegraph.graph.program import ports, results
+from moegraph.graph.program import Port, ports, results
 from moegraph.passes.low_precision import products_of
+from moegraph.runtime.engine import Engine
 from moegraph.verify.compare import sqnr
 from moegraph.verify.passes import verify_spec
 from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec
@@ -63,9 +67,36 @@ def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str
 def test_each_value_is_quantised_once_in_a_direction() -> None:
     unit = compile_once(small_spec(*BF16, FP8, WGRAD, FUSED)).program.units["moe"]
     forward, backward = targets(unit.graphs["forward"]), targets(unit.graphs["backward"])
-    assert forward.count("fp8_quantize_rows") == 4  # rows, up, activation, down
-    assert backward.count("fp8_quantize_rows") == 4  # gradient, downᵀ, dz, upᵀ
+    assert forward.count("fp8_quantize_rows") == 2  # rows, activation
+    assert backward.count("fp8_quantize_rows") == 2  # gradient, dz
     assert backward.count("fp8_quantize_columns_t") == 4  # gradient and activation, dz and rows
+
+
+@pytest.mark.parametrize("options", [(MX,), (FP8, WGRAD, FUSED)])
+def test_weights_are_quantised_both_ways_round_once_per_optimizer_step(options: tuple[str, ...]) -> None:
+    spec = small_spec(*BF16, *options, "layout.microbatches=2")
+    engine = Engine(spec, torch.device("cpu"))
+    prepare = engine.program.units["moe"].graphs["prepare"]
+    assert sum("quantize_rows" in each for each in targets(prepare)) == 4
+    graphs = engine.executor.graphs["moe"]
+    bound, ran = graphs["prepare"], list[int]()
+
+    def counted(values: Mapping[Port, Tensor]) -> dict[Port, Tensor]:
+        ran.append(1)
+        return bound(values)
+
+    counted.inputs = bound.inputs  # type: ignore[attr-defined]
+    graphs["prepare"] = counted  # type: ignore[assignment]
+    blocks = [each for each in engine.program.instances if each.kind == "moe"]
+    for step in range(2):
+        agreed = engine.compute(random_batch(spec, step))
+        assert len(ran) == (step + 1) * len(blocks)
+        engine.commit(agreed, 0.1)
+    engine.compute(random_batch(spec))
+    weights = {port: engine.state.values[blocks[0].parameters[port.name]] for port in bound.inputs}
+    used, expected = engine.executor._prepare(blocks[0]), bound(weights)
+    assert used.keys() == expected.keys()
+    assert all(torch.equal(used[port].view(torch.uint8), expected[port].view(torch.uint8)) for port in used)
 
 
 @pytest.mark.parametrize("options", [(MX,), (FP8, WGRAD, FUSED)])
