@@ -85,6 +85,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "grouped_mm": (mg.grouped_mm, (*floats((T * K, D), (E, F, D), grad=True), OFFSETS), ALL),
     "grouped_mm_dgrad": (mg.grouped_mm_dgrad, (*floats((T * K, F), (E, F, D)), OFFSETS), NO_GRADIENT),
     "grouped_mm_wgrad": (mg.grouped_mm_wgrad, (*floats((T * K, F), (T * K, D)), OFFSETS), NO_GRADIENT),
+    "grouped_mm_wgrad_add": (
+        mg.grouped_mm_wgrad_add,
+        (*floats((E, 3, D)), torch.ones(1, dtype=torch.int32), *floats((ROWS, 3), (ROWS, D)), OFFSETS),
+        NO_GRADIENT,
+    ),
     "expert_ffn": (mg.expert_ffn, (*experts(), False), ALL),
     "expert_ffn_dgrad": (mg.expert_ffn_dgrad, experts_backward_arguments(), NO_GRADIENT),
     "expert_bias_wgrad": (mg.expert_bias_wgrad, (*floats((T * K, D)), OFFSETS), NO_GRADIENT),

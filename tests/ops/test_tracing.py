@@ -85,6 +85,7 @@ def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     gradients |= {
         "grouped_mm_dgrad",
         "grouped_mm_wgrad",
+        "grouped_mm_wgrad_add",
         "expert_ffn_dgrad",
         "expert_bias_wgrad",
         "direct_put",
@@ -92,7 +93,7 @@ def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     }
     helpers = {"attention_backend", "bucket_capacity", "grouped_mm_backend", "flops", "Facts"}
     helpers |= {"mx_quantize", "mx_dequantize"}
-    constants = {"OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE", "COMMUNICATION", "EXPERT_GROUP"}
+    constants = {"ACCUMULATIONS", "OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE", "COMMUNICATION", "EXPERT_GROUP"}
     assert listed == set(ops.__all__) - gradients - helpers - constants
     assert {facts.cost for facts in ops.OPERATORS.values()} == {"matmul", "gather", "pointwise"}
     for facts in ops.OPERATORS.values():
