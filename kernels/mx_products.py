@@ -41,13 +41,15 @@ def mx_layer_launches(*, rows: int, d_model: int, d_ff: int, num_experts: int) -
         name = f"quantize {list(n.shape)}"
         return name, mx_quantize_launch(n, out, *given, swizzled=True)
 
-    def operands(n: int, k: int) -> tuple[Tensor, ...]:
-        found = []
-        for each, of in ((tensor(rows, k), experts), (tensor(experts, n, k), 0)):
-            out = empty_quantized(each, of, rows=True, columns=False, swizzled=True)
-            assert out.row_scale is not None
-            found += [tensor(*each.shape, dtype=FP8), out.row_scale]
-        return tuple(found)
+    def scales(of: Tensor, experts: int) -> Tensor:
+        """Swizzled scales along the rows of ragged rows, or with no experts of matrices."""
+        scale = empty_quantized(of, experts, rows=True, columns=False, swizzled=True).row_scale
+        assert scale is not None
+        return scale
+
+    def operands(n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        left, right = tensor(rows, k, dtype=FP8), tensor(experts, n, k, dtype=FP8)
+        return left, scales(left, experts), right, scales(right, 0)
 
     wanted = [x, act, z]
     wanted += [tensor(experts, n, k) for n, k in ((2 * d_ff, d_model), (d_model, d_ff))]

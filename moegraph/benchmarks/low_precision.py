@@ -50,7 +50,7 @@ def quantize_weights(w_up: Tensor, w_down: Tensor) -> Weights:
 
 def gather_fp8(data: Tensor, scale: Tensor, metadata: Metadata, top_k: int) -> tuple[Tensor, Tensor]:
     """data [T, D] FP8, scale [T] → [R, D] FP8 and [R], by token of each row. Two bytes move as one bf16; D is even."""
-    rows = permute_rows(data.view(torch.bfloat16), *metadata, top_k).view(data.dtype)
+    rows: Tensor = permute_rows(data.view(torch.bfloat16), *metadata, top_k).view(data.dtype)
     return rows, scale.index_select(0, torch.div(metadata[0], top_k, rounding_mode="floor"))
 
 
@@ -77,7 +77,8 @@ class _Experts(torch.autograd.Function):
         )
         ctx.save_for_backward(x, row_weight, z, *metadata)
         ctx.weights, ctx.top_k, ctx.fp8_wgrad = weights, top_k, fp8_wgrad
-        return sum_rows(y, *metadata, top_k)
+        out: Tensor = sum_rows(y, *metadata, top_k)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +99,8 @@ def _fp8_wgrad(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """grad [R, N], rows [R, K] bf16 → [E, N, K], both quantised along the experts' columns."""
     grad_t, grad_scale, padded = ops.fp8_quantize_columns_t(grad, offsets)
     rows_t, rows_scale, _ = ops.fp8_quantize_columns_t(rows, offsets)
-    return scaled_mm.fp8_grouped_mm_wgrad(grad_t, grad_scale, rows_t, rows_scale, padded)
+    out: Tensor = scaled_mm.fp8_grouped_mm_wgrad(grad_t, grad_scale, rows_t, rows_scale, padded)
+    return out
 
 
 def fp8_layer(
@@ -121,8 +123,8 @@ def fp8_layer(
     weight, ids = ops.route(logits, None, score="none", top_k=top_k, weight_from="softmax_selected")
     metadata = ops.sort_by_expert(ids, w_up.shape[0])
     row_weight = ops.gather_weights(weight, *metadata)
-    out: Tensor = _Experts.apply(x, row_weight, w_up, w_down, weights, metadata, top_k, fp8_wgrad)
-    return out
+    apply: Callable[..., Tensor] = _Experts.apply  # untyped in torch
+    return apply(x, row_weight, w_up, w_down, weights, metadata, top_k, fp8_wgrad)
 
 
 class Fp8(Block):
@@ -142,7 +144,8 @@ class Fp8(Block):
 
     def fwd(self, x: Tensor, logits: Tensor) -> Tensor:
         """The output [T, D]."""
-        return fp8_layer(x, logits, *self.params, self.weights, self.top_k, fp8_wgrad=self.fp8_wgrad)
+        w_up, w_down = self.params
+        return fp8_layer(x, logits, w_up, w_down, self.weights, self.top_k, fp8_wgrad=self.fp8_wgrad)
 
     def casts(self, inputs: Inputs) -> dict[str, Callable[[int], Any]]:
         """What quantises activations and gradients in one pass and does nothing else, by pass, on random numbers; of

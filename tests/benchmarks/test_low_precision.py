@@ -43,7 +43,7 @@ def test_weight_gradients_in_bf16_are_those_of_the_same_activations() -> None:
 
 
 def test_numbers_that_fp8_holds_come_out_as_from_bf16() -> None:
-    """x and the weights are ±1 and ±448: no operand of the up projection is rounded."""
+    """Magnitudes of x and of the weights are all the same: only the activation is rounded, one operand of two."""
     torch.manual_seed(0)
     w_up, w_down = torch.randn(3, 32, 16).sign().bfloat16(), torch.randn(3, 16, 16).sign().bfloat16()
     x, logits = torch.randn(40, 16).sign().bfloat16() * 0.25, torch.randn(40, 3)
