@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moegraph.kernels.config import Config
-from moegraph.kernels.e4m3 import INFINITE, NAN_BYTE, magnitude_bits, on_hardware, to_e4m3
+from moegraph.kernels.e4m3 import INFINITE, amax_bits, on_hardware, quantized
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule
 
@@ -45,21 +45,6 @@ class Quantized(NamedTuple):
 
 
 @triton.jit
-def _larger(a, b):
-    """The larger of two fp32, NaN if one is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def amax_bits(x, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
-    """int32 bits of the largest magnitudes along an axis of fp32 x. A chip's maximum of fp32 takes magnitudes for
-    nothing and keeps NaN; the interpreter's does not keep it and is slow."""
-    if HARDWARE:
-        return magnitude_bits(tl.reduce(tl.abs(x), AXIS, _larger))
-    return tl.max(magnitude_bits(x), AXIS)
-
-
-@triton.jit
 def scale_and_factor(amax):
     """int32 bits of a block's amax → the E8M0 byte of its scale, int32, and what its elements are multiplied by: NaN
     where the byte is 255."""
@@ -69,14 +54,6 @@ def scale_and_factor(amax):
     byte = tl.where(infinite, tl.where(amax > INFINITE, 255, 254), byte)
     factor = tl.where(infinite, tl.where(amax > INFINITE, 0x7FFFFFFF, 0x00400000), factor)
     return byte, factor.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def quantized(x, factor, HARDWARE: tl.constexpr):
-    """Elements of blocks with these factors, uint8. A chip rounds NaN to 0x7F."""
-    if HARDWARE:
-        return to_e4m3(x * factor, HARDWARE)
-    return tl.where(factor == factor, to_e4m3(x * factor, HARDWARE), NAN_BYTE).to(tl.uint8)
 
 
 @triton.jit

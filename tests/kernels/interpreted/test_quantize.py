@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraph.benchmarks.quantize import CONFIGS, sweep_quantize
 from moegraph.kernels import e4m3, fp8_quantize, mx_quantize, padded_offsets
 from moegraph.kernels.config import Config
 from moegraph.kernels.tiles import tile_schedule
@@ -147,3 +148,14 @@ def test_every_width_of_a_program_gives_the_same_bits(block_n: int, num_warps: i
         mx_quantize.mx_quantize_launch(x, out, case.offsets, schedule, swizzled=swizzled, config=config).run()
         for name, a, b in zip(out._fields, out, mx_ragged(x, case.offsets, swizzled), strict=True):
             assert mismatch(a, b) == "", name
+
+
+def test_a_sweep_times_every_configuration_along_every_axis() -> None:
+    found = sweep_quantize(torch.device("cpu"), rows=64, columns=128, num_experts=2, dtype=torch.float32, repeats=1)
+    wanted = {
+        f"mx {axes}, {config.block_n} columns, warps {config.num_warps}"
+        for axes in ("rows", "columns", "both")
+        for config in CONFIGS
+    }
+    assert found.keys() == {"copy", *wanted}
+    assert all(rate > 0 for rate in found.values())
