@@ -137,9 +137,9 @@ def test_padded_offsets_of_many_experts() -> None:
     assert mismatch(padded_offsets.padded_offsets(offsets), mx_scales.padded_offsets(offsets)) == ""
 
 
-@pytest.mark.parametrize(("block_n", "num_warps"), [(32, 1), (64, 1), (256, 2)])
+@pytest.mark.parametrize(("block_n", "num_warps"), [(64, 1), (256, 2)])
 def test_every_width_of_a_program_gives_the_same_bits(block_n: int, num_warps: int) -> None:
-    case = ragged((5, 0, 130))
+    case = ragged((5, 0, 33))
     x = awkward(case.rows, 160, dtype=torch.float32)
     for swizzled in (False, True):
         out = mx_quantize.empty_quantized(x, 3, rows=True, columns=True, swizzled=swizzled)
@@ -151,11 +151,12 @@ def test_every_width_of_a_program_gives_the_same_bits(block_n: int, num_warps: i
 
 
 def test_a_sweep_times_every_configuration_along_every_axis() -> None:
-    found = sweep_quantize(torch.device("cpu"), rows=64, columns=128, num_experts=2, dtype=torch.float32, repeats=1)
+    sizes = {"rows": 4, "columns": 128, "num_experts": 1, "dtype": torch.float32}
+    found = sweep_quantize(torch.device("cpu"), **sizes, configs=CONFIGS[:2], repeats=1)
     wanted = {
         f"mx {axes}, {config.block_n} columns, warps {config.num_warps}"
         for axes in ("rows", "columns", "both")
-        for config in CONFIGS
+        for config in CONFIGS[:2]
     }
     assert found.keys() == {"copy", *wanted}
     assert all(rate > 0 for rate in found.values())
