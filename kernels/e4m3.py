@@ -26,6 +26,21 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger of two fp32, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_bits(x, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
+    """int32 bits of the largest magnitudes along an axis of fp32 x, NaN above infinity. A chip's maximum takes
+    magnitudes for nothing and keeps NaN; the interpreter's does not keep it."""
+    if HARDWARE:
+        return magnitude_bits(tl.reduce(tl.abs(x), AXIS, _larger))
+    return tl.max(magnitude_bits(x), AXIS)
+
+
+@triton.jit
 def to_e4m3(x, HARDWARE: tl.constexpr):
     """fp32, not NaN, → E4M3 as uint8: saturated at ±448, nearest even."""
     if HARDWARE:
@@ -36,3 +51,11 @@ def to_e4m3(x, HARDWARE: tl.constexpr):
     subnormal = magnitude_bits(tl.abs(x) + 16384.0) - 0x46800000  # in units of 2^-9, the spacing of fp32 at 2^14
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (tl.where(bits < (121 << 23), subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def quantized(x, factor, HARDWARE: tl.constexpr):
+    """x · factor as E4M3, uint8; NaN where the factor is. A chip rounds NaN to 0x7F."""
+    if HARDWARE:
+        return to_e4m3(x * factor, HARDWARE)
+    return tl.where(factor == factor, to_e4m3(x * factor, HARDWARE), NAN_BYTE).to(tl.uint8)

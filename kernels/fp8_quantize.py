@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moegraph.kernels.config import Config
-from moegraph.kernels.e4m3 import E4M3_MAX, INFINITE, NAN_BYTE, magnitude_bits, on_hardware, to_e4m3
+from moegraph.kernels.e4m3 import E4M3_MAX, INFINITE, amax_bits, on_hardware, quantized
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule
 
@@ -31,18 +31,12 @@ _COLUMNS = Config(block_m=128, block_n=64, num_warps=4)
 
 
 @triton.jit
-def scale_and_factor(amax_bits):
+def scale_and_factor(bits):
     """int32 bits of an amax → its scale and what is multiplied by, fp32; NaN for an amax that is not finite."""
-    amax = tl.where(amax_bits < INFINITE, amax_bits, 0x7FC00000).to(tl.float32, bitcast=True)
-    scale = tl.where(amax_bits == 0, 1.0, tl.div_rn(amax, tl.zeros_like(amax) + E4M3_MAX))
-    factor = tl.div_rn(tl.zeros_like(amax) + E4M3_MAX, tl.where(amax_bits == 0, 1.0, amax))
+    amax = tl.where(bits < INFINITE, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits == 0, 1.0, tl.div_rn(amax, tl.zeros_like(amax) + E4M3_MAX))
+    factor = tl.div_rn(tl.zeros_like(amax) + E4M3_MAX, tl.where(bits == 0, 1.0, amax))
     return scale, tl.where(factor > LARGEST, LARGEST, factor)
-
-
-@triton.jit
-def quantized(x, factor, amax_bits, HARDWARE: tl.constexpr):
-    """Elements that share this amax, uint8."""
-    return tl.where(amax_bits < INFINITE, to_e4m3(x * factor, HARDWARE), NAN_BYTE).to(tl.uint8)
 
 
 @triton.jit
@@ -66,17 +60,17 @@ def fp8_rows_kernel(
     at = r.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     c = tl.arange(0, BLOCK_K)[None, :]
     x = tl.load(x_ptr + at, mask=exists[:, None] & (c < K), other=0.0).to(tl.float32)
-    amax = tl.max(magnitude_bits(x), 1)
+    amax = amax_bits(x, 1, HARDWARE)
     for first in range(BLOCK_K, K, BLOCK_K):
         more = tl.load(x_ptr + at + first, mask=exists[:, None] & (c + first < K), other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(magnitude_bits(more), 1))
+        amax = tl.maximum(amax, amax_bits(more, 1, HARDWARE))
     scale, factor = scale_and_factor(amax)
     tl.store(scale_ptr + r, scale, mask=r < num_rows)
     inside = (r < num_rows)[:, None]
-    tl.store(data_ptr + at, quantized(x, factor[:, None], amax[:, None], HARDWARE), mask=inside & (c < K))
+    tl.store(data_ptr + at, quantized(x, factor[:, None], HARDWARE), mask=inside & (c < K))
     for first in range(BLOCK_K, K, BLOCK_K):
         more = tl.load(x_ptr + at + first, mask=exists[:, None] & (c + first < K), other=0.0).to(tl.float32)
-        data = quantized(more, factor[:, None], amax[:, None], HARDWARE)
+        data = quantized(more, factor[:, None], HARDWARE)
         tl.store(data_ptr + at + first, data, mask=inside & (c + first < K))
 
 
@@ -112,13 +106,13 @@ def fp8_columns_kernel(
     to = expert.to(tl.int64) * K + c
     here = (c < K) & used
     if AMAX:
-        tl.atomic_max(amax_ptr + to, tl.max(magnitude_bits(x), 0), mask=here, sem="relaxed")
+        tl.atomic_max(amax_ptr + to, amax_bits(x, 0, HARDWARE), mask=here, sem="relaxed")
     else:
         amax = tl.load(amax_ptr + to, mask=here, other=0)
         scale, factor = scale_and_factor(amax)
         before = tl.load(expert_ptr + tile - 1, mask=tile > 0, other=-1)
         tl.store(scale_ptr + to, scale, mask=here & (before != expert))
-        data = tl.where(inside, quantized(x, factor[None, :], amax[None, :], HARDWARE), 0)
+        data = tl.where(inside, quantized(x, factor[None, :], HARDWARE), 0)
         m = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         out = data_ptr + c.to(tl.int64)[:, None] * num_tiles * BLOCK_M + m[None, :]
         tl.store(out, tl.trans(data.to(tl.uint8)), mask=(c < K)[:, None] & (tile < num_tiles))

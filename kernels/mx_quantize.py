@@ -4,7 +4,9 @@ Formulas, and what non-finite and tiny blocks become: `moegraph.ops.mx_format`, 
 lie in memory, tiles, and padded rows: `moegraph.ops.mx_scales`. Results are the same bits as theirs.
 
 What is read is either matrices [.., N, K], or ragged rows [R, K] sorted by expert, cut into tiles of 128 rows by the
-schedule of `tiles.py`. A program takes 32 rows of a tile: along rows it has whole blocks, along columns one each.
+schedule of `tiles.py`. A program takes 32 rows of a tile: along rows it has whole blocks, along columns one each. Where
+columns are asked for it is one warp, so that no maximum of a column crosses warps: a thread has 16 columns of every
+fourth or eighth row in registers. What bounds these kernels is how many instructions an element takes, not memory.
 
     along rows     data where x is, rows past the last offset zero; scales [.., N, K/32] or swizzled
     along columns  data where x is, or of ragged rows padded to tiles; scales [.., N/32, K], or swizzled of the
@@ -23,12 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moegraph.kernels.config import Config
-from moegraph.kernels.e4m3 import INFINITE, NAN_BYTE, magnitude_bits, on_hardware, to_e4m3
+from moegraph.kernels.e4m3 import INFINITE, amax_bits, on_hardware, quantized
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule
 
 _TILE = 128
-_CONFIG = Config(block_n=128, num_warps=4)
+_ROWS = Config(block_n=128, num_warps=2)
+_COLUMNS = Config(block_n=128, num_warps=1)
+_NARROW = Config(block_n=64, num_warps=1)  # both axes and fp32: twice as wide, some spill
 
 
 class Quantized(NamedTuple):
@@ -42,18 +46,14 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def scale_and_factor(amax):
-    """int32 bits of a block's amax → the E8M0 byte of its scale, int32, and what its elements are multiplied by."""
-    byte = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-    byte = tl.where(amax == INFINITE, 254, tl.maximum(byte, 0))
-    byte = tl.where(amax > INFINITE, 255, byte)
-    bits = tl.where(byte >= 254, 0x00400000, (254 - byte) << 23)
-    return byte, tl.where(byte == 0, 1.0, bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def quantized(x, byte, factor, HARDWARE: tl.constexpr):
-    """Elements of blocks with these scales, uint8."""
-    return tl.where(byte == 255, NAN_BYTE, to_e4m3(x * factor, HARDWARE)).to(tl.uint8)
+    """int32 bits of a block's amax → the E8M0 byte of its scale, int32, and what its elements are multiplied by: NaN
+    where the byte is 255."""
+    byte = tl.maximum((amax + (0x1FFFFF - (8 << 23))) >> 23, 0)  # a mantissa above that of 448 carries
+    factor = tl.where(byte == 0, 127 << 23, (254 - byte) << 23)
+    infinite = amax >= INFINITE
+    byte = tl.where(infinite, tl.where(amax > INFINITE, 255, 254), byte)
+    factor = tl.where(infinite, tl.where(amax > INFINITE, 0x7FFFFFFF, 0x00400000), factor)
+    return byte, factor.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def mx_quantize_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """32 rows and BLOCK_K columns per program; neighbours in the grid are neighbours in memory. E = 0: matrices."""
-    WIDTH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     HIGH: tl.constexpr = (K + 127) // 128  # blocks of swizzled scales along K
+    WIDTH: tl.constexpr = ((HIGH * 128 if SWIZZLED else K) + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = BLOCK_K // 32
     part = tl.program_id(0) // WIDTH
     column = tl.program_id(0) % WIDTH
@@ -106,11 +106,11 @@ def mx_quantize_kernel(
     inside = (r < last)[:, None] & (c < K)[None, :]
     at = r.to(tl.int64)[:, None] * K + c[None, :]
     x = tl.load(x_ptr + at, mask=inside & used, other=0.0).to(tl.float32)
-    bits = magnitude_bits(x)
 
     if ROWS:
-        byte, factor = scale_and_factor(tl.max(tl.reshape(bits, (32, GROUPS, 32)), 2))
-        data = quantized(tl.reshape(x, (32, GROUPS, 32)), byte[:, :, None], factor[:, :, None], HARDWARE)
+        blocks = tl.reshape(x, (32, GROUPS, 32))
+        byte, factor = scale_and_factor(amax_bits(blocks, 2, HARDWARE))
+        data = quantized(blocks, factor[:, :, None], HARDWARE)
         tl.store(row_data_ptr + at, tl.reshape(data, (32, BLOCK_K)), mask=inside)
         g = column * GROUPS + tl.arange(0, GROUPS)
         if SWIZZLED:
@@ -123,8 +123,8 @@ def mx_quantize_kernel(
         tl.store(row_scale_ptr + to, byte.to(tl.uint8), mask=keep)
 
     if COLUMNS:
-        byte, factor = scale_and_factor(tl.max(bits, 0))
-        data = quantized(x, byte[None, :], factor[None, :], HARDWARE)
+        byte, factor = scale_and_factor(amax_bits(x, 0, HARDWARE))
+        data = quantized(x, factor[None, :], HARDWARE)
         if E > 0:
             row = (tile * 4 + part).to(tl.int64)
             here = tile < num_tiles
@@ -175,9 +175,12 @@ def mx_quantize_launch(
     schedule: Schedule | None,
     *,
     swizzled: bool,
-    config: Config = _CONFIG,
+    config: Config | None = None,
 ) -> Launch:
-    """The launch that fills `out`; of `config`, block_n columns per program, a multiple of 128, and the warps count."""
+    """The launch that fills `out`; of `config`, block_n columns per program, a multiple of 32, and the warps count."""
+    if config is None:
+        narrow = out.row_data is not None or x.dtype.itemsize > 2
+        config = _ROWS if out.column_data is None else _NARROW if narrow else _COLUMNS
     *_, n, k = x.shape
     rows = x.numel() // k
     experts = 0 if offsets is None else offsets.shape[0]
@@ -210,7 +213,7 @@ def mx_quantize_launch(
         "HARDWARE": on_hardware(),
         "BLOCK_K": config.block_n,
     }
-    grid = (launched * 4 * triton.cdiv(k, config.block_n),)
+    grid = (launched * 4 * triton.cdiv(_up(k, 128) if swizzled else k, config.block_n),)
     return Launch(mx_quantize_kernel, grid, arguments, constants, config)
 
 

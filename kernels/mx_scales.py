@@ -2,7 +2,7 @@
 
 An MX block is 32 elements along the contraction; its scale is a byte, the exponent of a power of two plus 127. The
 bytes of 128 rows and 128 of the contraction are a block of 512, in the order that
-`moegraph.ops.scaled_reference.swizzle` writes; blocks follow row by row:
+`moegraph.ops.mx_scales.swizzle_scales` writes; blocks follow row by row:
 
     weights   [E, 128 · ⌈N/128⌉, 4 · ⌈K/128⌉]
     rows      [128 · B, 4 · ⌈K/128⌉]      every expert's rows start a new block, so that block i belongs to row block i

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from moegraph.benchmarks import floors
 from moegraph.benchmarks.blocks import Block, Fused, Routed, Separate
 from moegraph.benchmarks.candidate import Candidate
 from moegraph.benchmarks.inputs import Inputs, experts_with_rows, make_inputs, make_weights
+from moegraph.benchmarks.low_precision import PRECISIONS, Fp8
 from moegraph.benchmarks.reference import Result, largest_difference, measure_errors, reference_bytes
 from moegraph.benchmarks.results import LayerReport, Timing
 from moegraph.benchmarks.shapes import Shape
@@ -48,13 +49,15 @@ def time_layer(
     compiled: bool | None = None,
     graph: bool = False,
     error: bool = True,
+    precisions: Sequence[str] = (),
     report: Report = lambda text: None,
 ) -> LayerReport:
     """Times one block given router logits [T, E]: fused, as separate operators, and `peers`, with the ceilings.
 
     Weights and x are of `dtype`, logits float32. `router` adds a row with router product and losses, `compiled` (by
     default on CUDA) runs moegraph's blocks through torch.compile, `graph` adds rows replayed as CUDA graphs (CUDA
-    only), `error` compares every row with float64. `report` gets a line before what can take minutes.
+    only), `error` compares every row with float64. `precisions` adds rows of `low_precision.PRECISIONS` and times what
+    they quantise alone; x and the weights must be bf16. `report` gets a line before what can take minutes.
     """
     device = choose_device("cuda") if device is None else device
     _free(device)
@@ -62,7 +65,12 @@ def time_layer(
     torch.manual_seed(0)
     compiled = device.type == "cuda" if compiled is None else compiled
     warm = WARM_SECONDS if device.type == "cuda" else 0.0
-    blocks: list[type[Block]] = [Fused, Separate, *([Routed] if router else [])]
+    blocks: list[type[Block]] = [
+        Fused,
+        Separate,
+        *([Routed] if router else []),
+        *[PRECISIONS[name] for name in precisions],
+    ]
     makers: dict[str, Callable[[], Any]] = {block.name: partial(block, compiled=compiled) for block in blocks}
     makers |= {peer.name: peer for peer in peers}
     ceilings = make_ceilings(device, dtype)
@@ -76,8 +84,9 @@ def time_layer(
         run.compare_with_float64()
     jobs = run.prepare(backward, graph)
     found.dense_rate_before = ceilings.dense_rate(device, warm_seconds=warm)
+    casts = run.casts(jobs)
     times = time_in_turn(
-        {found.dense: ceilings.dense, **jobs, "copy": ceilings.copy},
+        {found.dense: ceilings.dense, **jobs, **casts, "copy": ceilings.copy},
         device,
         repeats=repeats,
         warm_seconds=warm,
@@ -94,6 +103,9 @@ def time_layer(
         work = shape.operations * (1 if which == "forward" else 3)
         floor = found.floor_bytes[which] / found.copy_bytes_per_second
         setattr(found.row(name), which, Timing.of(times[key], work, found.dense_rate, floor))
+    for key in casts.keys() & times.keys():
+        name, which, _ = key.split("|")
+        setattr(found.row(name), f"{which}_cast", Timing.of(times[key]))
     found.row("copy").forward = Timing.of(times["copy"])
     order = [*dict.fromkeys(key.split("|")[0] for key in jobs), found.dense, "copy"]
     found.rows = {name: found.rows[name] for name in [*order, *found.rows] if name in found.rows}
@@ -151,6 +163,7 @@ class _Run:
         router, have = candidate.router(inputs), candidate.run(inputs)
         errors = measure_errors(have, inputs, *self.weights, shape.top_k, router)
         row = self.found.row(name)
+        row.low_precision = isinstance(candidate.block, Fp8)
         row.error, row.worst_tile = errors.relative, errors.worst_tile
 
     def _fits(self, shape: Shape) -> bool:
@@ -188,9 +201,20 @@ class _Run:
                         jobs[f"{name}{GRAPH}|{which}"] = graphed(job, len(self.inputs), pool)
         return jobs
 
+    def casts(self, jobs: Mapping[str, Job]) -> dict[str, Job]:
+        """`row|pass|cast` → what a row of low precision quantises in that pass, alone."""
+        found: dict[str, Job] = {}
+        for name, candidate in self.candidates.items():
+            if isinstance(candidate.block, Fp8):
+                with self.guard(name):
+                    made = candidate.block.casts(self.inputs[0])
+                    found |= {f"{name}|{which}|cast": job for which, job in made.items() if f"{name}|{which}" in jobs}
+        return found
+
     def _examine(self, name: str, candidate: Candidate, base: Result | None, backward: bool) -> Result | None:
         """Memory of one run, and agreement with `base`, the result of moegraph's own row, which it returns."""
         row, inputs = self.found.row(name), self.inputs[0]
+        row.low_precision = isinstance(candidate.block, Fp8)
         if backward and candidate.has_backward:
             memory = measure_memory(
                 lambda: candidate.outputs(inputs), lambda outputs: candidate.gradients(inputs, outputs), self.device

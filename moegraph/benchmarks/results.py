@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from moegraph.benchmarks.shapes import Shape
 
 WRONG = 2e-2  # no arithmetic in bfloat16 is that far off
 WRONG_TILE = 0.2  # of one tile of 128 × 128; a tile that was not written is 1
+WRONG_FP8, WRONG_FP8_TILE = 0.15, 0.5  # of products whose operands have errors of 3e-2 to begin with
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Row:
     """One way to run the block. Bytes are None where they are not known, errors where they were not asked for.
 
     `error` is ‖have - float64‖ / ‖float64‖ by value, `worst_tile` the largest of the same over tiles of 128 × 128, and
-    `agreement` the largest ‖have - moegraph's‖ / ‖moegraph's‖ over all values at the full shape.
+    `agreement` the largest ‖have - moegraph's‖ / ‖moegraph's‖ over all values at the full shape. Casts are what a row
+    of low precision quantises in a pass, timed alone.
     """
 
     name: str
@@ -58,16 +61,30 @@ class Row:
     error: dict[str, float] | None = None
     worst_tile: dict[str, float] | None = None
     agreement: float | None = None
+    low_precision: bool = False
+    forward_cast: Timing | None = None
+    forward_backward_cast: Timing | None = None
+
+    @property
+    def sqnr(self) -> dict[str, float]:
+        """Signal over noise against float64 in decibels, by value: -20 · log10 of the relative error."""
+        return {name: -20 * math.log10(value) if value else math.inf for name, value in (self.error or {}).items()}
+
+    def cast_share(self, which: str) -> float | None:
+        """Time of the casts alone over that of the whole pass, `forward` or `forward_backward`."""
+        whole, cast = getattr(self, which), getattr(self, f"{which}_cast")
+        return cast.milliseconds / whole.milliseconds if whole is not None and cast is not None else None
 
     def wrong(self) -> list[str]:
         """What is too far from float64 or from moegraph to be rounding, as `value figure`; NaN is too far."""
+        limit, of_tile = (WRONG_FP8, WRONG_FP8_TILE) if self.low_precision else (WRONG, WRONG_TILE)
         checked = [
-            *((name, value, WRONG) for name, value in (self.error or {}).items()),
-            *((f"a tile of {name}", value, WRONG_TILE) for name, value in (self.worst_tile or {}).items()),
+            *((name, value, limit) for name, value in (self.error or {}).items()),
+            *((f"a tile of {name}", value, of_tile) for name, value in (self.worst_tile or {}).items()),
         ]
         if self.agreement is not None:
-            checked.append(("agreement", self.agreement, WRONG))
-        return [f"{name} {value:.1e}" for name, value, limit in checked if not value <= limit]
+            checked.append(("agreement", self.agreement, limit))
+        return [f"{name} {value:.1e}" for name, value, most in checked if not value <= most]
 
 
 @dataclass

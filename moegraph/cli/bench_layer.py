@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from moegraph.benchmarks.shapes import PRESETS, Shape
+from moegraph.cli.bench_layer_compile import compile_layer
 from moegraph.cli.bench_layer_tables import print_report
 from moegraph.cli.options import Json
 from moegraph.cli.output import print_json, say
@@ -55,6 +56,16 @@ def layer_command(
         typer.Option("--compile/--no-compile", help="moegraph's rows through torch.compile. Default: on CUDA."),
     ] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Also replay moegraph's rows as CUDA graphs.")] = False,
+    precision: Annotated[
+        str,
+        typer.Option(help="bf16, fp8, fp8-wgrad, with commas between: rows beside bf16's; or mxfp8, --compile-only."),
+    ] = "bf16",
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Compile the kernels of --precision mxfp8, run nothing.")
+    ] = False,
+    arch: Annotated[
+        Literal["sm_100", "sm_103"] | None, typer.Option(help="What --compile-only compiles for. Default: sm_103.")
+    ] = None,
     error: Annotated[bool, typer.Option("--error/--no-error", help="Compare every row with float64.")] = True,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="cpu is for small shapes: it tries peers and checks errors.")
@@ -71,6 +82,9 @@ def layer_command(
         raise UsageError(f"--peers {peers} needs --peers-file FILE, the Python file that has them")
     if graph and device == "cpu":
         raise UsageError("--graph replays CUDA graphs: it cannot go with --device cpu")
+    precisions = _precisions(precision, dtype, compile_only, arch)
+    if compile_only:
+        return compile_layer(shapes, arch or "sm_103", as_json=json)
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -102,6 +116,7 @@ def layer_command(
                     compiled=compiled,
                     graph=graph,
                     error=error,
+                    precisions=precisions,
                     report=say,
                 )
             if not json:
@@ -122,6 +137,22 @@ def _shapes(preset: str, given: Mapping[str, int], skew: float) -> dict[str, Sha
         if shape.top_k > shape.experts:
             raise UsageError(f"--top-k {shape.top_k} is more than --experts {shape.experts}")
     return shapes
+
+
+def _precisions(text: str, dtype: str, compile_only: bool, arch: str | None) -> list[str]:
+    """The rows of low precision that are asked for. Raises UsageError for what does not go together."""
+    names = _names(text)
+    unknown = [name for name in names if name not in ("bf16", "fp8", "fp8-wgrad", "mxfp8")]
+    if unknown or not names:
+        raise UsageError(f"--precision {text}: bf16, fp8, fp8-wgrad, one or several with commas between, or mxfp8")
+    if ("mxfp8" in names) != compile_only or (compile_only and len(names) > 1):
+        raise UsageError("--precision mxfp8 goes with --compile-only and nothing else: it has not run on a Blackwell")
+    if arch is not None and not compile_only:
+        raise UsageError("--arch goes with --compile-only")
+    low = list(dict.fromkeys(name for name in names if name != "bf16"))
+    if low and dtype != "bf16":
+        raise UsageError(f"--precision {text} quantises bf16: it cannot go with --dtype {dtype}")
+    return low
 
 
 def _names(text: str | None) -> Sequence[str]:

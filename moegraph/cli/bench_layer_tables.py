@@ -26,6 +26,7 @@ def print_report(name: str, report: LayerReport) -> None:
     print(f"byte floor: {', '.join(floors)}\n")
     _print_times(report)
     _print_values(report)
+    _print_low_precision(report)
     for row, failure in report.failed.items():
         print(f"{row} failed: {failure['reason']}")
 
@@ -81,6 +82,23 @@ def _print_values(report: LayerReport) -> None:
     else:
         print("\nbytes kept for backward, and peak")
     print_table(columns, [_values(row, values, agree) for row in rows])
+
+
+def _print_low_precision(report: LayerReport) -> None:
+    if not any(row.low_precision for row in report.rows.values()):
+        return
+    rows = [row for row in report.rows.values() if row.low_precision or row.error]
+    values = list(dict.fromkeys(name for row in rows for name in row.sqnr))
+    print("\ncasts, timed alone, of the whole pass" + ("; SQNR in dB against float64" if values else ""))
+    columns = ["", ">fwd casts ms", ">of fwd", ">fwd+bwd casts ms", ">of fwd+bwd", *(f">{name}" for name in values)]
+    print_table(columns, [_low_precision(row, values) for row in rows])
+
+
+def _low_precision(row: Row, values: list[str]) -> list[str]:
+    cells = [row.name]
+    for which, cast in (("forward", row.forward_cast), ("forward_backward", row.forward_backward_cast)):
+        cells += ["-" if cast is None else f"{cast.milliseconds:.3f}", _share(row.cast_share(which))]
+    return cells + [f"{row.sqnr[name]:.1f}" if name in row.sqnr else "-" for name in values]
 
 
 def _values(row: Row, values: list[str], agree: bool) -> list[str]:

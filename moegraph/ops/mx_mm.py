@@ -12,7 +12,7 @@ byte that is the exponent of a power of two plus 127 (OCP Microscaling Formats, 
     swizzled   row_scale [128 · B, 4 · ⌈K/128⌉]        weight_scale [E, 128 · ⌈N/128⌉, 4 · ⌈K/128⌉]
 
 In the swizzled layout, which tensor cores read, every expert's rows start a new block of 128, B = ⌈R/128⌉ + E
-(`scaled_reference.swizzle_grouped`); plain scales are brought into it first where the kernels run. Offsets, rows past
+(`mx_scales.swizzle_row_scales`); plain scales are brought into it first where the kernels run. Offsets, rows past
 the last one, input gradients and the absence of gradients are those of `scaled_mm`.
 
 Legend: R routed rows, E experts, N output width, K contraction, D model width, F expert width.
@@ -27,6 +27,7 @@ from moegraph.kernels.chips import Card, card_of
 from moegraph.kernels.tuning import cached_choice
 from moegraph.ops import scaled_reference as reference
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
+from moegraph.ops.mx_scales import num_tiles, swizzle_row_scales, swizzle_scales
 from moegraph.ops.scaled_mm import check_operand, check_product
 
 
@@ -62,7 +63,7 @@ def _check(
         raise ValueError(f"{op}: a contraction over {k} is not whole blocks of {reference.MX_BLOCK}")
     of_rows, of_weight = (num_rows, k // 32), (experts, n, k // 32)
     if swizzled:
-        of_rows = (128 * reference.scale_blocks(num_rows, experts), 4 * -(-k // 128))
+        of_rows = (128 * num_tiles(num_rows, experts), 4 * -(-k // 128))
         of_weight = (experts, 128 * -(-n // 128), 4 * -(-k // 128))
     check_operand(f"{op}: rows", rows, row_scale, of_rows, torch.uint8)
     check_operand(f"{op}: weight", weight, weight_scale, of_weight, torch.uint8)
@@ -71,7 +72,7 @@ def _check(
 def _swizzled(row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, already: bool) -> tuple[Tensor, Tensor]:
     if already:
         return row_scale.contiguous(), weight_scale.contiguous()
-    return reference.swizzle_grouped(row_scale, offsets), reference.swizzle(weight_scale)
+    return swizzle_row_scales(row_scale, offsets), swizzle_scales(weight_scale)
 
 
 @torch.library.custom_op("moegraph::mx_grouped_mm", mutates_args=())

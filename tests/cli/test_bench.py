@@ -142,3 +142,48 @@ def test_dispatch_that_cannot_work_is_refused(moegraph: Moegraph) -> None:
         done = moegraph("bench", "dispatch", "--device", "cpu", *options)
         assert done.status == 2
         assert said in done.err
+
+
+def test_a_layer_in_fp8_is_timed_with_its_casts_and_noise(moegraph: Moegraph) -> None:
+    done = moegraph(*SMALL_LAYER, "--precision", "bf16,fp8,fp8-wgrad", "--json")
+    assert done.status == 0, done.err
+    rows = {row["name"]: row for row in json.loads(done.out)["presets"][0]["rows"]}
+    assert rows["moegraph"]["forward_cast"] is None
+    for name in ("fp8", "fp8-wgrad"):
+        assert rows[name]["forward_cast"]["milliseconds"] > 0
+        assert rows[name]["forward_backward_cast"]["milliseconds"] > 0
+    table = moegraph(*SMALL_LAYER, "--precision", "fp8")
+    assert table.status == 0, table.err
+    assert "SQNR in dB" in table.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precision", "fp4"], "--precision fp4: bf16, fp8, fp8-wgrad"),
+        (["--precision", "mxfp8"], "--precision mxfp8 goes with --compile-only"),
+        (["--precision", "bf16", "--compile-only"], "--precision mxfp8 goes with --compile-only"),
+        (["--precision", "fp8", "--arch", "sm_103"], "--arch goes with --compile-only"),
+        (["--precision", "fp8", "--dtype", "fp32"], "it cannot go with --dtype fp32"),
+        (["--precision", "mxfp8", "--compile-only", "--d-ff", "96"], "96 columns and a contraction over"),
+    ],
+)
+def test_precisions_that_do_not_go_together_are_refused(
+    moegraph: Moegraph, arguments: list[str], sentence: str
+) -> None:
+    done = moegraph("bench", "layer", "--device", "cpu", *arguments)
+    assert done.status == 2
+    assert sentence in done.err
+
+
+def test_the_kernels_of_mxfp8_are_compiled_for_a_chip_that_is_not_here(moegraph: Moegraph) -> None:
+    sizes = ("--tokens", "512", "--d-model", "256", "--d-ff", "128", "--experts", "4", "--top-k", "2")
+    options = ("--precision", "mxfp8", "--arch", "sm_103", "--compile-only", "--json")
+    done = moegraph("bench", "layer", *sizes, *options)
+    assert done.status == 0, done.err
+    kernels = json.loads(done.out)["presets"]["A"]
+    products = {"up_swiglu", "down", "dgrad_swiglu", "up_dgrad"}
+    assert products < kernels.keys()
+    for name, report in kernels.items():
+        assert report["fits"], name
+        assert report["matrix_instruction"] == ("tcgen05.mma" if name in products else "none")

@@ -14,7 +14,7 @@ from moegraph.kernels.mx_dgrad_swiglu import mx_dgrad_swiglu_launch
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm_launch
 from moegraph.kernels.mx_up_swiglu import mx_up_swiglu_launch
 from moegraph.kernels.tiles import Schedule
-from moegraph.ops.scaled_reference import scale_blocks
+from moegraph.ops.mx_scales import num_tiles
 
 E, D, F, R = 16, 4096, 2048, 65536
 TENSOR_MEMORY = 512  # columns
@@ -26,7 +26,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def operands(n: int, k: int) -> tuple[Tensor, ...]:
     data, scale = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.uint8}
-    rows = (tensor(R, k, **data), tensor(128 * scale_blocks(R, E), k // 32, **scale))
+    rows = (tensor(R, k, **data), tensor(128 * num_tiles(R, E), k // 32, **scale))
     return (*rows, tensor(E, n, k, **data), tensor(E, n, k // 32, **scale))
 
 

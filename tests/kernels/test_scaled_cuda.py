@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moegraph.ops import block_mm, mx_mm, scaled_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
-from moegraph.ops.scaled_reference import swizzle, swizzle_grouped
+from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import (
     block_restored,
@@ -67,7 +67,7 @@ def mx_operands(case: Ragged, k: int, n: int, swizzled: bool) -> tuple[tuple[Ten
     want, real = grouped64(mx_restored(*rows), mx_restored(*weight), case), case.rows - case.tail
     scales = (poisoned(rows[1], real), weight[1])
     if swizzled:
-        scales = (swizzle_grouped(scales[0], case.offsets), swizzle(scales[1]))
+        scales = (swizzle_row_scales(scales[0], case.offsets), swizzle_scales(scales[1]))
     return (poisoned(rows[0], real), scales[0], weight[0], scales[1], case.offsets), want
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from moegraph.kernels.chips import Card
 from moegraph.ops import mx_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
-from moegraph.ops.scaled_reference import mx_dequantise, swizzle, swizzle_grouped, unswizzle
+from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
+from moegraph.ops.scaled_reference import mx_dequantise
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import grouped64, mx_quantised, mx_restored, poisoned
 
@@ -31,7 +32,7 @@ def operands(case: Ragged, layout: str, n: int = N) -> tuple[tuple[Tensor, ...],
     want = grouped64(mx_restored(rows, row_scale), mx_restored(weight, weight_scale), case)
     row_scale = poisoned(row_scale, real)
     if layout == "swizzled":
-        row_scale, weight_scale = swizzle_grouped(row_scale, case.offsets), swizzle(weight_scale)
+        row_scale, weight_scale = swizzle_row_scales(row_scale, case.offsets), swizzle_scales(weight_scale)
     return (poisoned(rows, real), row_scale, weight, weight_scale, case.offsets), want
 
 
@@ -62,32 +63,6 @@ def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: st
     for mine, true in zip(have, expected, strict=True):
         assert relative_error(mine, true) < BOUND
         assert not mine[real:].any()
-
-
-def test_a_block_of_scales_has_the_order_of_tensor_cores() -> None:
-    scale = torch.randint(0, 256, (3, 300, 10), dtype=torch.uint8)
-    have = swizzle(scale)
-    assert have.shape == (3, 384, 12)
-    flat = have.view(3, 3, 3, 512)
-    for r, c in ((0, 0), (31, 1), (32, 3), (127, 4), (128, 5), (299, 9)):
-        byte = (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
-        assert torch.equal(flat[:, r // 128, c // 4, byte], scale[:, r, c])
-    assert torch.equal(unswizzle(have)[:, :300, :10], scale)
-    assert not unswizzle(have)[:, :, 10:].any()
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 127, 128, 129, 0), (128, 128), (0,), (1,) * 5])
-def test_every_expert_starts_a_block_of_its_own(sizes: tuple[int, ...]) -> None:
-    case = ragged(sizes, 5)
-    scale = torch.randint(1, 255, (case.rows, 8), dtype=torch.uint8)
-    have = unswizzle(swizzle_grouped(scale, case.offsets))
-    assert have.shape == ((-(-case.rows // 128) + len(sizes)) * 128, 8)
-    place = start = 0
-    for size in sizes:
-        assert torch.equal(have[place : place + size], scale[start : start + size])
-        assert not have[place + size : place + -(-size // 128) * 128].any()
-        place, start = place + -(-size // 128) * 128, start + size
-    assert not have[place:].any()
 
 
 def test_the_ends_of_the_scale_are_their_values() -> None:
@@ -121,7 +96,7 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows must be \[384, 8\] of torch\.uint8, got \[8, 5\]"):
         mx_mm.mx_grouped_mm(rows, row_scale, weight, weight_scale, offsets, swizzled=True)
     with pytest.raises(ValueError, match=r"weight must be \[2, 256, 8\] of torch\.uint8, got \[2, 144, 5\]"):
-        mx_mm.mx_up_swiglu(rows, swizzle_grouped(row_scale, offsets), weight, weight_scale, offsets, swizzled=True)
+        mx_mm.mx_up_swiglu(rows, swizzle_row_scales(row_scale, offsets), weight, weight_scale, offsets, swizzled=True)
     with pytest.raises(ValueError, match=r"rows must be torch\.float8_e4m3fn, got torch\.float32"):
         mx_mm.mx_grouped_mm(rows.float(), row_scale, weight, weight_scale, offsets)
 

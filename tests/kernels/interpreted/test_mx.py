@@ -21,7 +21,7 @@ from moegraph.kernels import mx_dgrad_swiglu, mx_rows_gemm, mx_up_swiglu
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
-from moegraph.ops.scaled_reference import swizzle, swizzle_grouped
+from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import grouped64, mx_quantised, mx_restored, poisoned
 
@@ -57,9 +57,14 @@ def operands(case: Ragged, k: int, n: int) -> tuple[dict[str, Tensor], Tensor]:
     rows, row_scale = mx_quantised(torch.randn(case.rows, k) * torch.exp(torch.randn(case.rows, 1)))
     weight, weight_scale = mx_quantised(torch.randn(len(case.sizes), n, k) * torch.exp(torch.randn(n, k)))
     want = grouped64(mx_restored(rows, row_scale), mx_restored(weight, weight_scale), case)
-    scales = swizzle_grouped(poisoned(row_scale, real), case.offsets)
+    scales = swizzle_row_scales(poisoned(row_scale, real), case.offsets)
     scales[128 * sum(-(-size // 128) for size in case.sizes) :] = 255  # blocks of no expert
-    made = {"rows": poisoned(rows, real), "row_scale": scales, "weight": weight, "weight_scale": swizzle(weight_scale)}
+    made = {
+        "rows": poisoned(rows, real),
+        "row_scale": scales,
+        "weight": weight,
+        "weight_scale": swizzle_scales(weight_scale),
+    }
     return {**made, "offsets": case.offsets}, want
 
 

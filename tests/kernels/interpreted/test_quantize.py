@@ -7,7 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from moegraph.benchmarks.quantize import CONFIGS, sweep_quantize
 from moegraph.kernels import e4m3, fp8_quantize, mx_quantize, padded_offsets
+from moegraph.kernels.config import Config
+from moegraph.kernels.tiles import tile_schedule
 from moegraph.ops import fp8_format, mx_scales
 from moegraph.ops.mx_format import to_e4m3
 from tests.kernels.cases import ragged
@@ -132,3 +135,28 @@ def test_padded_offsets_of_many_experts() -> None:
     sizes = torch.randint(0, 300, (1000,), generator=torch.Generator().manual_seed(0))
     offsets = sizes.cumsum(0).to(torch.int32)
     assert mismatch(padded_offsets.padded_offsets(offsets), mx_scales.padded_offsets(offsets)) == ""
+
+
+@pytest.mark.parametrize(("block_n", "num_warps"), [(64, 1), (256, 2)])
+def test_every_width_of_a_program_gives_the_same_bits(block_n: int, num_warps: int) -> None:
+    case = ragged((5, 0, 33))
+    x = awkward(case.rows, 160, dtype=torch.float32)
+    for swizzled in (False, True):
+        out = mx_quantize.empty_quantized(x, 3, rows=True, columns=True, swizzled=swizzled)
+        schedule = tile_schedule(case.offsets, case.rows, 128)
+        config = Config(block_n=block_n, num_warps=num_warps)
+        mx_quantize.mx_quantize_launch(x, out, case.offsets, schedule, swizzled=swizzled, config=config).run()
+        for name, a, b in zip(out._fields, out, mx_ragged(x, case.offsets, swizzled), strict=True):
+            assert mismatch(a, b) == "", name
+
+
+def test_a_sweep_times_every_configuration_along_every_axis() -> None:
+    sizes = {"rows": 4, "columns": 128, "num_experts": 1, "dtype": torch.float32}
+    found = sweep_quantize(torch.device("cpu"), **sizes, configs=CONFIGS[:2], repeats=1)
+    wanted = {
+        f"mx {axes}, {config.block_n} columns, warps {config.num_warps}"
+        for axes in ("rows", "columns", "both")
+        for config in CONFIGS[:2]
+    }
+    assert found.keys() == {"copy", *wanted}
+    assert all(rate > 0 for rate in found.values())
