@@ -67,14 +67,16 @@ class RunCheckpoints:
         self.note(f"resumed from {folder}, step {manifest.step}" + "".join(f"\n    {each}" for each in changed))
         return manifest.step
 
-    def after_step(self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]]) -> None:
-        """Completes a checkpoint that was in flight, and saves one if it is due. Collective.
+    def after_step(
+        self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]], *, now: bool = False
+    ) -> None:
+        """Completes a checkpoint that was in flight, and saves one if it is due, or wanted `now`. Collective.
 
         Raises CheckpointError if writing failed, now or in the background.
         """
         self.saver.poll()
         every = self.options.every
-        if every is not None and (step % every == 0 or step == self.spec.train.steps):
+        if now or (every is not None and (step % every == 0 or step == self.spec.train.steps)):
             self.save(step, record, expert_counts)
 
     def save(self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]]) -> None:

@@ -23,10 +23,10 @@ from moegraph.checkpoint.run_checkpoints import RunCheckpoints
 from moegraph.checkpoint.start import claim_with_start
 from moegraph.compiled import Compiled
 from moegraph.errors import RunError
-from moegraph.graph.placement import num_stages
 from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.agree import Agreed
+from moegraph.runtime.announce import announce, conclude
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
 from moegraph.runtime.engine import Engine, gather_weights
@@ -46,7 +46,8 @@ from moegraph.specs.schema import Spec
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. Losses in nats per token; `compilations` counts them per graph."""
+    """How a run ended. Losses in nats per token; `compilations` counts them per graph. `stopped`: by SIGTERM, after
+    `steps` steps and with a checkpoint of them, but no final weights."""
 
     folder: Path
     steps: int
@@ -55,6 +56,7 @@ class TrainResult:
     first_validation_loss: float | None
     validation_loss: float | None
     compilations: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON-able data."""
@@ -108,6 +110,7 @@ class Trainer:
         self.compiled, self.program, self.state = self.engine.compiled, self.engine.program, self.engine.state
         self.gradients, self.computer = self.engine.gradients, self.engine.computer
         self.checkpoints: RunCheckpoints | None = None  # of a run that goes on
+        self.save_asked = self.stop_asked = False  # by signals, as the last step's agreement has it
         self.expert_counts: list[list[int]] = []  # of the last step, [MoE layers][E]
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
@@ -122,7 +125,7 @@ class Trainer:
                     start = stack.enter_context(claim_with_start(self.spec.checkpoint.resume, output, note))
                     log = stack.enter_context(RunLog(output, note))
             started = time.perf_counter()
-            self._announce(output)
+            announce(self.engine, output, self.flops_per_token, note)
             checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note)
             self.checkpoints = stack.enter_context(checkpoints)
             done = checkpoints.resume(start)
@@ -131,17 +134,24 @@ class Trainer:
             if log is not None:
                 log.write_manifest(self._manifest(output, done))
             first = last = None if done else self._validate_first(log)
-            loss = checkpoints.loss
-            for step in range(done + 1, steps + 1):
+            loss, step, stopped = checkpoints.loss, done, False
+            stack.enter_context(self.engine.signals)
+            while step < steps and not stopped:
+                step += 1
                 record = self._step(step, log)
                 loss = record["loss"]
-                if self._validates(step):
+                stopped = self.stop_asked and step < steps
+                if self._validates(step) and not stopped:
                     last = record["validation_loss"] = self._validation_loss()
                 self._say(log, record)
-                checkpoints.after_step(step, record, self.expert_counts)
+                checkpoints.after_step(step, record, self.expert_counts, now=self.save_asked or stopped)
                 if step == done + 1:
                     after_first_step()
             checkpoints.finish()
+            if stopped:
+                note(f"SIGTERM: stopped after step {step}; the same command goes on from its checkpoint")
+                seconds = time.perf_counter() - started
+                return TrainResult(output, step, seconds, loss, first, last, self.engine.compilations(), stopped=True)
             if done == steps and self.spec.train.validation is not None:
                 last = self._validation_loss()
             weights = gather_weights(self.engine)
@@ -149,7 +159,7 @@ class Trainer:
                 save_weights(output, weights, {"format": "pt", "step": str(steps)})
         seconds = time.perf_counter() - started
         result = TrainResult(output, steps, seconds, loss, first, last, self.engine.compilations())
-        self._conclude(result)
+        conclude(result.compilations, output, note)
         return result
 
     def _say(self, log: RunLog | None, record: dict[str, Any]) -> None:
@@ -185,6 +195,9 @@ class Trainer:
                 f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
             )
         record["lr"] = self._learning_rate(step)
+        self.save_asked, self.stop_asked = agreed.save, agreed.stop
+        if agreed.save:
+            self.engine.signals.saved()
         self.engine.commit(agreed, record["lr"])
         self.expert_counts = agreed.expert_counts
         if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
@@ -236,32 +249,6 @@ class Trainer:
         """Mean cross entropy per valid target over the held-out sequences."""
         assert self.validation is not None
         return self.engine.evaluate([self.validation.step(i) for i in range(len(self.validation))])
-
-    def _announce(self, folder: Path) -> None:
-        from moegraph.passes.balance_losses import definition
-
-        total, active = count_parameters(self.program)
-        note: Callable[[str], None] = self.progress.note
-        note(
-            f"model: {total:,} parameters, {active:,} active, {self.flops_per_token / 1e9:.4g} GFLOP per token; "
-            f"auxiliary: {definition(self.spec)}"
-        )
-        note(
-            f"run: {folder}, {device_name(self.device)}, compute {self.spec.precision.compute}, "
-            f"{len(self.program.units)} kinds of block, {self.spec.train.compile}"
-        )
-        layout = self.spec.layout
-        if layout.world > 1:
-            sent = f", {layout.transport} transport" if layout.ep > 1 else ""
-            stages = f", {layout.schedule} over {num_stages(layout)} stages" if layout.pp > 1 else ""
-            note(f"layout: {layout.world} ranks = dp {layout.dp} × pp {layout.pp}, ep {layout.ep}{sent}{stages}")
-
-    def _conclude(self, result: TrainResult) -> None:
-        compiled, most = len(result.compilations), max(result.compilations.values(), default=0)
-        once = "each once" if most <= 1 else f"some {most} times"
-        if compiled:
-            self.progress.note(f"compiled {compiled} graphs, {once}, however the routing moved")
-        self.progress.note(f"results: {result.folder}")
 
     def _manifest(self, folder: Path, resumed_from: int) -> dict[str, Any]:
         return build_manifest(
