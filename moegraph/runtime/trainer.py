@@ -15,13 +15,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from moegraph.checkpoint.run_checkpoints import RunCheckpoints
 from moegraph.checkpoint.start import claim_with_start
 from moegraph.compiled import Compiled
+from moegraph.data.loader import StepBatch
 from moegraph.errors import RunError
 from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
@@ -29,17 +30,19 @@ from moegraph.runtime.agree import Agreed
 from moegraph.runtime.announce import announce, conclude
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
+from moegraph.runtime.dump_step import dump_step
 from moegraph.runtime.engine import Engine, gather_weights
-from moegraph.runtime.gradient_norm import is_finite
 from moegraph.runtime.learning_rate import learning_rate
 from moegraph.runtime.manifest import build_manifest
 from moegraph.runtime.mesh import SINGLE, Mesh, check_world, join
 from moegraph.runtime.open_data import open_data
 from moegraph.runtime.peaks import peak_flops, utilisation
 from moegraph.runtime.progress import Progress
+from moegraph.runtime.replicas import check_replicas
 from moegraph.runtime.router_metrics import layer_routing
 from moegraph.runtime.run_log import RunLog
 from moegraph.runtime.start import check_equal, together
+from moegraph.runtime.step_policy import StepPolicy, not_finite
 from moegraph.runtime.weights import save_weights
 from moegraph.specs.schema import Spec
 
@@ -109,6 +112,7 @@ class Trainer:
         self.engine = Engine(spec, device, mesh, compiled, progress.note)
         self.compiled, self.program, self.state = self.engine.compiled, self.engine.program, self.engine.state
         self.gradients, self.computer = self.engine.gradients, self.engine.computer
+        self.policy = StepPolicy(spec.train)
         self.checkpoints: RunCheckpoints | None = None  # of a run that goes on
         self.save_asked = self.stop_asked = False  # by signals, as the last step's agreement has it
         self.expert_counts: list[list[int]] = []  # of the last step, [MoE layers][E]
@@ -126,7 +130,7 @@ class Trainer:
                     log = stack.enter_context(RunLog(output, note))
             started = time.perf_counter()
             announce(self.engine, output, self.flops_per_token, note)
-            checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note)
+            checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note, self.policy)
             self.checkpoints = stack.enter_context(checkpoints)
             done = checkpoints.resume(start)
             if self.spec.passes.overlap_communication.mode == "auto":
@@ -139,7 +143,7 @@ class Trainer:
             while step < steps and not stopped:
                 step += 1
                 record = self._step(step, log)
-                loss = record["loss"]
+                loss = record["loss"] if "skipped" not in record else loss
                 stopped = self.stop_asked and step < steps
                 if self._validates(step) and not stopped:
                     last = record["validation_loss"] = self._validation_loss()
@@ -184,23 +188,29 @@ class Trainer:
         record: dict[str, Any] = {"step": step, **_numbers(agreed), "valid_targets": batch.valid_targets}
         if self.engine.capacity is not None:
             record.update(capacity=self.engine.capacity, replays=self.engine.replays - replays)
-        lost = [name for name in ("loss", "balance_loss", "z_loss", "grad_norm") if not is_finite(record[name])]
-        if lost:
-            if log is not None:
-                log.write(record)
-            if self.checkpoints is not None:
-                self.checkpoints.finish()
-            raise RunError(
-                f"step {step}: {lost[0]} is {record[lost[0]]}; the model is as it was after step {step - 1}, and "
-                f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
-            )
+        lost, why = not_finite(record), self.policy.why_skip(record)
+        if why is not None:
+            record["skipped"] = why
+            if not self.policy.skip():
+                lost = f"{why}, and {self.policy.in_a_row} steps in a row were skipped, more than train.max_skips"
+        if self.policy.skips:
+            record["skipped_steps"] = self.policy.skipped
+        if lost is not None and (why is None or lost != why):
+            self._stop(step, batch, record, lost, log)
         record["lr"] = self._learning_rate(step)
         self.save_asked, self.stop_asked = agreed.save, agreed.stop
         if agreed.save:
             self.engine.signals.saved()
-        self.engine.commit(agreed, record["lr"])
+        if why is None:
+            self.engine.commit(agreed, record["lr"])
+            self.policy.accept(record["loss"], record["grad_norm"])
+            every = self.spec.train.check_replicas
+            if every is not None and step % every == 0:
+                check_replicas(self.state, self.mesh, step)
+        else:
+            self.progress.note(f"step {step}: skipped, {why}; {self.policy.skipped} so far")
         self.expert_counts = agreed.expert_counts
-        if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
+        if not_finite(record) is None and (step % self.spec.train.log_every == 0 or step == self.spec.train.steps):
             record["router"] = self._routing(agreed)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -210,6 +220,20 @@ class Trainer:
         record.update(seconds=seconds, tokens_per_second=rate, tflops=each * self.flops_per_token / 1e12)
         record.update(mfu=utilisation(each, self.flops_per_token, self.peak), memory_bytes=peak_memory(self.device))
         return record
+
+    def _stop(self, step: int, batch: StepBatch, record: dict[str, Any], why: str, log: RunLog | None) -> NoReturn:
+        """Ends the run by a step that is not accepted: nothing has been changed by it."""
+        if log is not None:
+            log.write(record)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        found = ""
+        if self.spec.train.non_finite == "dump" and not_finite(record) is not None:
+            found = dump_step(self.engine, step, batch, record, Path(self.spec.train.output_dir))
+        raise RunError(
+            f"step {step}: {why}; the model is as it was after step {step - 1}, and nothing of it is written; "
+            f"{found or 'a lower train.optimizer.lr or a longer warmup may help'}"
+        )
 
     def _learning_rate(self, step: int) -> float:
         train = self.spec.train
