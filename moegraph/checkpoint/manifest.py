@@ -108,7 +108,8 @@ class Accepted(_Closed):
 
 class Manifest(_Closed):
     """The content of manifest.json. `run` is the same for all checkpoints of a run, also after it was resumed; `saved`
-    is a local time, for people. `spec` holds every final value as data."""
+    is a local time, for people. `spec` holds every final value as data, `audit` is the digest of the
+    step in the run's audit.jsonl."""
 
     format: Literal["moegraph-checkpoint"]
     version: Literal[1]
@@ -120,6 +121,7 @@ class Manifest(_Closed):
     counters: Counters
     numbers: StepNumbers
     accepted: Accepted = Accepted()
+    audit: Sha256 | None = None
     spec: dict[str, Any]
     graph_hashes: dict[str, Text]
     versions: dict[str, Text]

@@ -51,6 +51,7 @@ class RunCheckpoints:
         self._run = uuid.uuid4().hex
         self.policy = policy if policy is not None else StepPolicy(engine.spec.train)
         self._versions: dict[str, str] = {}
+        self.digest: str | None = None  # of the audit chain, at the step that is saved or was resumed from; rank 0
         self.loss = 0.0  # of the step that was resumed from
         self.saver = Saver(self.options, run_folder, engine, note)
 
@@ -75,6 +76,7 @@ class RunCheckpoints:
         self.engine.state.refresh()
         loss = manifest.numbers.loss
         self._run, self.loss = manifest.run, loss if loss is not None else math.nan
+        self.digest = manifest.audit
         counters, accepted = manifest.counters, manifest.accepted
         self.policy.resume(counters.skipped_steps, counters.skipped_in_a_row, accepted.losses, accepted.norms)
         self.note(f"resumed from {folder}, step {manifest.step}" + "".join(f"\n    {each}" for each in changed))
@@ -142,6 +144,7 @@ class RunCheckpoints:
                 "skipped_in_a_row": self.policy.in_a_row,
             },
             "accepted": {"losses": list(self.policy.losses), "norms": list(self.policy.norms)},
+            "audit": self.digest,
             "numbers": {
                 **{name: record[name] if math.isfinite(record[name]) else None for name in _NUMBERS},
                 "expert_counts": [list(row) for row in expert_counts],

@@ -41,6 +41,12 @@ class Agreed:
     stop: bool = False
     counts_on_device: Tensor | None = None  # expert_counts again, [L, E] int64, so that no one copies them back
 
+    def numbers(self) -> dict[str, float]:
+        """The step's losses and its gradient norm, as they stand in a record."""
+        total = self.loss + self.balance + self.z
+        losses = {"loss": self.loss, "loss_total": total, "balance_loss": self.balance, "z_loss": self.z}
+        return {**losses, "grad_norm": self.norm}
+
 
 def agree(
     computed: Computed,

@@ -28,6 +28,7 @@ from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.agree import Agreed
 from moegraph.runtime.announce import announce, conclude
+from moegraph.runtime.audit import Audit, step_facts
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
 from moegraph.runtime.dump_step import dump_step
@@ -116,6 +117,7 @@ class Trainer:
         self.checkpoints: RunCheckpoints | None = None  # of a run that goes on
         self.save_asked = self.stop_asked = False  # by signals, as the last step's agreement has it
         self.expert_counts: list[list[int]] = []  # of the last step, [MoE layers][E]
+        self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the last step, [B]
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
 
@@ -138,16 +140,22 @@ class Trainer:
             if log is not None:
                 log.write_manifest(self._manifest(output, done))
             first = last = None if done else self._validate_first(log)
+            audit = Audit(output, note) if self.mesh.rank == 0 else None
+            if audit is not None:
+                audit.begin(done, checkpoints.digest, self.dataset.fingerprint, self.spec.train.seed)
             loss, step, stopped = checkpoints.loss, done, False
             stack.enter_context(self.engine.signals)
             while step < steps and not stopped:
                 step += 1
-                record = self._step(step, log)
+                record = self.step(step, log)
                 loss = record["loss"] if "skipped" not in record else loss
                 stopped = self.stop_asked and step < steps
                 if self._validates(step) and not stopped:
                     last = record["validation_loss"] = self._validation_loss()
                 self._say(log, record)
+                if audit is not None:
+                    audit.add(step_facts(record, self.expert_counts, self.sample_ids))
+                    checkpoints.digest = audit.digest
                 checkpoints.after_step(step, record, self.expert_counts, now=self.save_asked or stopped)
                 if step == done + 1:
                     after_first_step()
@@ -171,7 +179,7 @@ class Trainer:
             log.write(record)
         self.progress.show(record)
 
-    def _step(self, step: int, log: RunLog | None) -> dict[str, Any]:
+    def step(self, step: int, log: RunLog | None = None) -> dict[str, Any]:
         """One step and its record. Raises `RunError`, having changed nothing, if it is not finite."""
         try:
             return self._try_step(step, log)
@@ -185,7 +193,7 @@ class Trainer:
         batch = self.loader.step(step - 1)
         replays = self.engine.replays
         agreed = self.engine.compute(batch)
-        record: dict[str, Any] = {"step": step, **_numbers(agreed), "valid_targets": batch.valid_targets}
+        record: dict[str, Any] = {"step": step, **agreed.numbers(), "valid_targets": batch.valid_targets}
         if self.engine.capacity is not None:
             record.update(capacity=self.engine.capacity, replays=self.engine.replays - replays)
         lost, why = not_finite(record), self.policy.why_skip(record)
@@ -209,7 +217,7 @@ class Trainer:
                 check_replicas(self.state, self.mesh, step)
         else:
             self.progress.note(f"step {step}: skipped, {why}; {self.policy.skipped} so far")
-        self.expert_counts = agreed.expert_counts
+        self.expert_counts, self.sample_ids = agreed.expert_counts, batch.sample_ids
         if not_finite(record) is None and (step % self.spec.train.log_every == 0 or step == self.spec.train.steps):
             record["router"] = self._routing(agreed)
         if self.device.type == "cuda":
@@ -287,10 +295,3 @@ class Trainer:
             resumed_from=resumed_from,
             folder=folder,
         )
-
-
-def _numbers(agreed: Agreed) -> dict[str, float]:
-    """The step's losses and its gradient norm, as they stand in a record."""
-    total = agreed.loss + agreed.balance + agreed.z
-    losses = {"loss": agreed.loss, "loss_total": total, "balance_loss": agreed.balance, "z_loss": agreed.z}
-    return {**losses, "grad_norm": agreed.norm}
