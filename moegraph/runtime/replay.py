@@ -56,8 +56,8 @@ def replay(
     check_world(spec.layout, world)
     device = choose_device(spec.train.device)
     with tempfile.TemporaryDirectory() as place, run_settings(spec.train.deterministic), progress:
-        train = spec.train.model_copy(update={"output_dir": place})
-        spec = spec.model_copy(update={"train": train})
+        if spec.train.non_finite == "dump":  # which would write
+            spec = spec.model_copy(update={"train": spec.train.model_copy(update={"non_finite": "stop"})})
         with join(spec.layout, rank, world, device) as mesh:
             with together(mesh, "opening the data and compiling"):
                 trainer = Trainer(spec, base, device, progress, None, mesh)
