@@ -13,6 +13,7 @@ from typing import Any
 
 from moegraph.checkpoint.run_checkpoints import RunCheckpoints
 from moegraph.checkpoint.start import list_steps
+from moegraph.compiled import Compiled
 from moegraph.errors import CheckpointError, UsageError
 from moegraph.runtime.audit import first_difference, read_chain, step_facts
 from moegraph.runtime.device import choose_device, run_settings
@@ -39,10 +40,19 @@ class Replay:
 
 
 def replay(
-    spec: Spec, run: Path, steps: tuple[int, int], *, base: Path, progress: Progress, rank: int = 0, world: int = 1
+    spec: Spec,
+    run: Path,
+    steps: tuple[int, int],
+    *,
+    base: Path,
+    progress: Progress,
+    compiled: Compiled | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Replay:
     """Trains steps `steps[0]` to `steps[1]` of the run in the folder `run` again, as one rank, from the newest
-    checkpoint before them, or from the start. Stops at the first step that differs. Collective.
+    checkpoint before them, or from the start. Stops at the first step that differs. `compiled` saves compiling
+    again what the caller has. Collective.
 
     Raises UsageError for steps that the chain does not have, CheckFailed where the chain itself is broken.
     """
@@ -60,7 +70,7 @@ def replay(
             spec = spec.model_copy(update={"train": spec.train.model_copy(update={"non_finite": "stop"})})
         with join(spec.layout, rank, world, device) as mesh:
             with together(mesh, "opening the data and compiling"):
-                trainer = Trainer(spec, base, device, progress, None, mesh)
+                trainer = Trainer(spec, base, device, progress, compiled, mesh)
             check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
             engine, data = trainer.engine, trainer.dataset.fingerprint
             RunCheckpoints(engine, trainer.loader, data, Path(place), progress.note, trainer.policy).resume(checkpoint)

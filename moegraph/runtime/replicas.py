@@ -4,8 +4,8 @@ What the graphs read of each parameter and selection bias is reduced to one 64-b
 and the checksums are compared over the ranks that hold the same tensor. Replicas are bitwise equal by contract, so one
 bit of difference is a fault.
 
-checksum = Σ bits[i] · (2·i + 1)·C  modulo 2^64, C odd: one element that changes always changes the sum, and two that
-are swapped change it unless their difference times their distance is a multiple of 2^63.
+checksum = Σ bits[i] · (2·i + 1)·C  modulo 2^64, C odd, over words of at most 32 bits: one word that changes always
+changes the sum, and so do two that change places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from moegraph.runtime.collectives import during
 from moegraph.runtime.mesh import Mesh
 from moegraph.runtime.model_state import ModelState
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int32,
+}  # halves, so that two sign bits of float64 do not cancel out
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio of 2^64
 _CHUNK = 1 << 22  # elements at a time, so that the int64 copies stay small
 

@@ -206,6 +206,7 @@ def test_a_flipped_bit_in_one_replica_is_found_and_named(
     assert not (tmp_path / "run" / "checkpoints" / "step-000002").exists()
 
 
+@pytest.mark.slow
 def test_replicas_that_agree_are_left_alone(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
     spec = run_spec(tmp_path, "train.check_replicas=1", "train.steps=2", dp=4, ep=2)
     assert [each["error"] for each in ranks.run(4, trains, spec, tokens, spike)] == [None] * 4

@@ -12,12 +12,13 @@ from moegraph.runtime.replay import Replay, replay
 from moegraph.specs.schema import Spec
 from tests.ranks import RankPool
 
-from .small_checkpoints import run_spec, train_rank
+from .small_checkpoints import compiled_for, run_spec, train_rank
 
 
 def replays(rank: int, spec: Spec, base: Path, run: Path) -> Replay:
     progress = Progress(spec.train.steps, stream=io.StringIO())
-    return replay(spec, run, (3, 4), base=base, progress=progress, rank=rank, world=spec.layout.world)
+    world, compiled = spec.layout.world, compiled_for(spec)
+    return replay(spec, run, (3, 4), base=base, progress=progress, compiled=compiled, rank=rank, world=world)
 
 
 def test_all_ranks_find_the_same_steps_and_the_same_first_difference(
