@@ -153,9 +153,13 @@ def weight_is_nan(trainer: Trainer, step: int, computed: Any) -> None:
 
         def commit_then_break(*arguments: Any) -> None:
             commit(*arguments)
-            trainer.state.values["layers.1.moe.w_up"].view(-1)[5] = NAN
+            trainer.state.values[_first_experts(trainer)].view(-1)[5] = NAN
 
         trainer.state.commit = commit_then_break  # type: ignore[method-assign]
+
+
+def _first_experts(trainer: Trainer) -> str:
+    return next(name for name in sorted(trainer.state.values) if name.endswith("moe.w_up"))
 
 
 def test_a_dump_names_parameter_block_and_rank(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
@@ -170,6 +174,15 @@ def test_a_dump_names_parameter_block_and_rank(ranks: RankPool, tokens: Path, tm
     assert dumps[1]["numbers"]["loss"] == "nan"
     assert sum(len(share) for each in dumps for share in each["samples"]) == spec.train.tokens_per_step // 6
     assert not set(dumps[0]["samples"][0]) & set(dumps[1]["samples"][0])
+
+
+@pytest.mark.slow
+def test_a_dump_of_a_pipeline(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"pp": 2, "microbatches": 4, "schedule": "interleaved_zero_bubble"}
+    spec = run_spec(tmp_path, "train.non_finite=dump", "train.steps=3", **layout)
+    errors = [each["error"] for each in ranks.run(2, trains, spec, tokens, weight_is_nan)]
+    assert "on rank 1 the first that is not finite is layers." in errors[1]
+    assert "moe.w_up in layers." in errors[1]
 
 
 WEIGHT, BIAS = "layers.1.moe.w_up", "layers.2.moe.select_bias"
@@ -196,12 +209,13 @@ def _flip(trainer: Trainer, step: int, name: str) -> None:
     trainer.state.commit = commit_then_flip  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("flip", "name"), [(flip_in_weight, WEIGHT), (flip_in_bias, BIAS)])
+@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("flip", "name"), [(flip_in_weight, WEIGHT), (flip_in_bias, BIAS)], ids=["weight", "bias"])
 def test_a_flipped_bit_in_one_replica_is_found_and_named(
-    ranks: RankPool, tokens: Path, tmp_path: Path, flip: Any, name: str
+    ranks: RankPool, tokens: Path, tmp_path: Path, flip: Any, name: str, dp: int
 ) -> None:
-    spec = run_spec(tmp_path, "train.check_replicas=1", "train.steps=4", dp=4)
-    for each in ranks.run(4, trains, spec, tokens, flip):
+    spec = run_spec(tmp_path, "train.check_replicas=1", "train.steps=4", dp=dp)
+    for each in ranks.run(dp, trains, spec, tokens, flip):
         assert f"3 step 2: replicas have come apart: {name} on rank 1 is not that of the others" in each["error"]
     assert not (tmp_path / "run" / "checkpoints" / "step-000002").exists()
 
