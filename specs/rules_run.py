@@ -141,6 +141,22 @@ def checkpoints_have_effect(spec: Spec, report: Report) -> None:
         report.add("checkpoint.keep_every", message, allowed=f"{given.every}, {2 * given.every}, {3 * given.every} …")
 
 
+def skips_have_effect(spec: Spec, report: Report) -> None:
+    """How many steps may be skipped is no question where none is."""
+    train = spec.train
+    given = train.max_skips != type(train).model_fields["max_skips"].default
+    if given and train.non_finite != "skip" and train.skip_spikes is None:
+        fix = "add train.non_finite=skip or train.skip_spikes, or remove it"
+        report.add("train.max_skips", "has no effect, since no step is skipped", fix=fix)
+
+
+def replicas_exist(spec: Spec, report: Report) -> None:
+    """Replicas can be compared where there are several."""
+    if spec.train.check_replicas is not None and spec.layout.dp == 1:
+        message = "has no effect with dp 1, where nothing is replicated"
+        report.add("train.check_replicas", message, fix="raise layout.dp, or remove it")
+
+
 def corpus_is_built_in(spec: Spec, report: Report) -> None:
     """`corpus:NAME` names a corpus that exists."""
     name = spec.data.source.removeprefix(CORPUS_PREFIX)
@@ -201,6 +217,8 @@ RULES: tuple[Rule, ...] = (
     low_precision_fits,
     recompute_has_effect,
     checkpoints_have_effect,
+    skips_have_effect,
+    replicas_exist,
     corpus_is_built_in,
     paths_are_confined,
 )

@@ -120,6 +120,11 @@ train:
   # schedule: {kind: wsd, warmup: 30, decay: 90, final: 0.0}      # warm-up, stable, decay to final · lr
   # schedule: {kind: cosine, warmup: 30, final: 0.1}
   clip_norm: 1.0                       # null: no clipping
+  non_finite: stop                     # stop | skip | dump: a step whose loss or gradient norm is not finite
+  skip_spikes: null
+  # skip_spikes: {window: 128, deviations: 6.0}   # skip steps whose loss or norm is this far above the last ones
+  max_skips: 10                        # more of them in a row stop the run
+  check_replicas: null                 # steps: compare the parameters of all replicas, bit for bit, every so many
   validation: null
   # validation: {every: 100, sequences: 32}
   compile: inductor                    # inductor | aot_eager | eager

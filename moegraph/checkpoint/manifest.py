@@ -75,31 +75,41 @@ class DataPosition(_Closed):
 
 
 class StepNumbers(_Closed):
-    """What the saved step reported: losses in nats per token, the norm before clipping, the choices of each expert
-    [MoE layers][E]."""
+    """What the saved step reported: losses in nats per token, the norm before clipping (null where a skipped step's
+    are not finite), the choices of each expert [MoE layers][E]."""
 
-    loss: Real
-    loss_total: Real
-    balance_loss: Real
-    z_loss: Real
-    grad_norm: Real
+    loss: Real | None
+    loss_total: Real | None
+    balance_loss: Real | None
+    z_loss: Real | None
+    grad_norm: Real | None
     lr: Real
     valid_targets: Size
     expert_counts: list[list[Size]]
 
 
 class Counters(_Closed):
-    """Small state that is no tensor: steps of the optimizer, steps computed again with a larger bucket, and the size of
-    a bucket at the end, in balanced loads (null where buckets hold anything)."""
+    """Small state that is no tensor: steps of the optimizer, steps computed again with a larger bucket, the size of a
+    bucket at the end, in balanced loads (null where buckets hold anything), and steps skipped, in all and last."""
 
     optimizer_steps: Annotated[int, Field(ge=0, le=1 << 31)]
     replays: Annotated[int, Field(ge=0, le=1 << 31)]
     capacity: Annotated[float, Field(gt=0.0, le=65536.0)] | None
+    skipped_steps: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    skipped_in_a_row: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+
+
+class Accepted(_Closed):
+    """Losses and gradient norms of the last accepted steps, oldest first, that a spike is told by."""
+
+    losses: Annotated[list[Real], Field(max_length=4096)] = []
+    norms: Annotated[list[Real], Field(max_length=4096)] = []
 
 
 class Manifest(_Closed):
     """The content of manifest.json. `run` is the same for all checkpoints of a run, also after it was resumed; `saved`
-    is a local time, for people. `spec` holds every final value as data."""
+    is a local time, for people. `spec` holds every final value as data, `audit` is the digest of the
+    step in the run's audit.jsonl."""
 
     format: Literal["moegraph-checkpoint"]
     version: Literal[1]
@@ -110,6 +120,8 @@ class Manifest(_Closed):
     data: DataPosition
     counters: Counters
     numbers: StepNumbers
+    accepted: Accepted = Accepted()
+    audit: Sha256 | None = None
     spec: dict[str, Any]
     graph_hashes: dict[str, Text]
     versions: dict[str, Text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,21 +27,31 @@ from moegraph.runtime.engine import Engine
 from moegraph.runtime.manifest import versions
 from moegraph.runtime.mesh import Mesh
 from moegraph.runtime.start import together
+from moegraph.runtime.step_policy import StepPolicy
 
 _NUMBERS = ("loss", "loss_total", "balance_loss", "z_loss", "grad_norm", "lr", "valid_targets")
 
 
 class RunCheckpoints:
-    """`data_fingerprint`: of the training data. `note` is told, on the first rank, what was saved and resumed."""
+    """`data_fingerprint`: of the training data. `note` is told, on the first rank, what was saved and resumed. `policy`
+    counts skipped steps, and goes on counting after a resume."""
 
     def __init__(
-        self, engine: Engine, loader: Loader, data_fingerprint: str, run_folder: Path, note: Callable[[str], None]
+        self,
+        engine: Engine,
+        loader: Loader,
+        data_fingerprint: str,
+        run_folder: Path,
+        note: Callable[[str], None],
+        policy: StepPolicy | None = None,
     ) -> None:
         self.spec, self.engine, self.mesh = engine.spec, engine, engine.mesh
         self.options, self.note = engine.spec.checkpoint, note
         self._loader, self._fingerprint, self._folder = loader, data_fingerprint, run_folder
         self._run = uuid.uuid4().hex
+        self.policy = policy if policy is not None else StepPolicy(engine.spec.train)
         self._versions: dict[str, str] = {}
+        self.digest: str | None = None  # of the audit chain, at the step that is saved or was resumed from; rank 0
         self.loss = 0.0  # of the step that was resumed from
         self.saver = Saver(self.options, run_folder, engine, note)
 
@@ -63,18 +74,24 @@ class RunCheckpoints:
             if self.mesh.rank == 0 and is_within(folder, self._folder):
                 self._set_aside_after(manifest.step)
         self.engine.state.refresh()
-        self._run, self.loss = manifest.run, manifest.numbers.loss
+        loss = manifest.numbers.loss
+        self._run, self.loss = manifest.run, loss if loss is not None else math.nan
+        self.digest = manifest.audit
+        counters, accepted = manifest.counters, manifest.accepted
+        self.policy.resume(counters.skipped_steps, counters.skipped_in_a_row, accepted.losses, accepted.norms)
         self.note(f"resumed from {folder}, step {manifest.step}" + "".join(f"\n    {each}" for each in changed))
         return manifest.step
 
-    def after_step(self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]]) -> None:
-        """Completes a checkpoint that was in flight, and saves one if it is due. Collective.
+    def after_step(
+        self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]], *, now: bool = False
+    ) -> None:
+        """Completes a checkpoint that was in flight, and saves one if it is due, or wanted `now`. Collective.
 
         Raises CheckpointError if writing failed, now or in the background.
         """
         self.saver.poll()
         every = self.options.every
-        if every is not None and (step % every == 0 or step == self.spec.train.steps):
+        if now or (every is not None and (step % every == 0 or step == self.spec.train.steps)):
             self.save(step, record, expert_counts)
 
     def save(self, step: int, record: Mapping[str, Any], expert_counts: Sequence[Sequence[int]]) -> None:
@@ -123,9 +140,13 @@ class RunCheckpoints:
                 "optimizer_steps": self.engine.state.optimizer.steps,
                 "replays": self.engine.replays,
                 "capacity": self.engine.capacity,
+                "skipped_steps": self.policy.skipped,
+                "skipped_in_a_row": self.policy.in_a_row,
             },
+            "accepted": {"losses": list(self.policy.losses), "norms": list(self.policy.norms)},
+            "audit": self.digest,
             "numbers": {
-                **{name: record[name] for name in _NUMBERS},
+                **{name: record[name] if math.isfinite(record[name]) else None for name in _NUMBERS},
                 "expert_counts": [list(row) for row in expert_counts],
             },
             "spec": self.spec.model_dump(mode="json", by_alias=True),

@@ -36,6 +36,7 @@ FREE = (
     "train.deterministic",
     "train.log_every",
     "train.output_dir",
+    "train.check_replicas",
     "train.validation",
 )
 _ABSENT = object()

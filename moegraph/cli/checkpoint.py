@@ -110,7 +110,7 @@ def _print_summary(checkpoint: Checkpoint) -> None:
     print(f"layout      {_layout(manifest)}, {_printable(manifest.layout.schedule)}")
     print(f"parameters  {sum(masters):,} in {len(masters)} tensors; {_size(manifest.total_bytes)} with their moments")
     print(f"data        {data.samples:,} samples, epoch {data.epoch}, seed {data.seed}, {data.fingerprint[:16]}…")
-    print(f"loss        {numbers.loss:.4f}, grad_norm {numbers.grad_norm:.3g}, lr {numbers.lr:.2e}")
+    print(f"loss        {_loss(numbers.loss)}, grad_norm {_loss(numbers.grad_norm)}, lr {numbers.lr:.2e}")
     print(f"versions    {versions}")
     for name, entry in manifest.files.items():
         print(f"file        {name}  {_size(entry.bytes)}  sha256 {entry.sha256}")

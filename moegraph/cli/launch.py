@@ -7,6 +7,8 @@ stdout the last lines of the rank that failed first are shown, and nothing else.
 1. A rank that fails: the others have `grace_seconds` to notice it and to say in which step they were, then SIGTERM,
    then SIGKILL; one sentence says which rank failed first.
 2. Ctrl-C or SIGTERM: passed on once to every rank, then the same grace, then SIGKILL. A second one changes nothing.
+   With `save_seconds`, ranks have that long after SIGTERM to save what they have, and Ctrl-C cuts it short.
+   SIGUSR1 is passed on each time, and ends nothing.
 3. The launcher is killed: a pipe that only it holds open closes, and the ranks that called `watch_launcher` end.
 
 Imports neither torch nor anything that does.
@@ -60,11 +62,14 @@ class _Rank:
 _Events = SimpleQueue[_Rank | int]
 
 
-def launch(command: Sequence[str], nproc: int, *, grace_seconds: float = 10.0) -> int:
+def launch(
+    command: Sequence[str], nproc: int, *, grace_seconds: float = 10.0, save_seconds: float | None = None
+) -> int:
     """Runs `command` as `nproc` ranks and returns an exit status; to be called from the main thread.
 
     0: every rank ended with 0. 1, 2 or 3: a rank failed; 2 and 3 are its own status, anything else is 1. 130 and 143:
-    we were sent SIGINT or SIGTERM. Raises UsageError for `nproc` < 1, RunError if a process cannot be started.
+    we were sent SIGINT or SIGTERM; with `save_seconds`, after SIGTERM a rank's 1, 2 or 3 comes first, and 0 is 0.
+    Raises UsageError for `nproc` < 1, RunError if a process cannot be started.
     """
     if nproc < 1:
         raise UsageError(f"{nproc} processes were asked for: at least 1 is needed")
@@ -79,7 +84,7 @@ def launch(command: Sequence[str], nproc: int, *, grace_seconds: float = 10.0) -
                 ranks.append(_start(command, _environment(number, nproc, port, watched), number, watched))
             for rank in ranks:
                 _watch(rank, events)
-            failed, received = _supervise(ranks, events, grace_seconds)
+            failed, received = _supervise(ranks, events, grace_seconds, save_seconds)
             _finish_reading(ranks)
     finally:
         for rank in ranks:
@@ -89,6 +94,9 @@ def launch(command: Sequence[str], nproc: int, *, grace_seconds: float = 10.0) -
         os.close(held_open)
     if failed is not None:
         _report(failed, ranks, failed.ended - began)
+    if received == signal.SIGTERM and save_seconds is not None:
+        own = [rank.code for rank in ranks if rank.code in (1, 2, 3)]
+        return own[0] if own else 0 if all(rank.code == 0 for rank in ranks) else 128 + received
     if received:
         return 128 + received
     if failed is not None:
@@ -137,12 +145,14 @@ def _end_when_closed(fd: int) -> None:
 
 @contextmanager
 def _signals_to(events: _Events) -> Iterator[None]:
-    """SIGINT and SIGTERM become events; one that is ignored (a job in the background) stays ignored."""
+    """SIGINT, SIGTERM and SIGUSR1 become events; one that is ignored (a job in the background) stays ignored."""
 
     def put(number: int, frame: FrameType | None) -> None:
         events.put(number)
 
-    wanted = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    wanted = [
+        each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(each) is not signal.SIG_IGN
+    ]
     before = [(each, signal.signal(each, put)) for each in wanted]
     try:
         yield
@@ -263,7 +273,7 @@ def _write(lines: Sequence[str]) -> None:
         sys.stderr.flush()
 
 
-def _supervise(ranks: Sequence[_Rank], events: _Events, grace: float) -> tuple[_Rank | None, int]:
+def _supervise(ranks: Sequence[_Rank], events: _Events, grace: float, save: float | None) -> tuple[_Rank | None, int]:
     """Until every rank has ended: the rank that failed before anything else went wrong, and the signal we were sent."""
     running = set(ranks)
     failed: _Rank | None = None
@@ -288,16 +298,19 @@ def _supervise(ranks: Sequence[_Rank], events: _Events, grace: float) -> tuple[_
                 failed = event
                 killed = now + grace + _KILL_SECONDS
                 plan = deque([(now + grace, signal.SIGTERM), (killed, signal.SIGKILL), (killed + _KILL_SECONDS, 0)])
-        elif not received:
+        elif event == signal.SIGUSR1:
+            _send(running, event, stops=False)
+        elif not received or (save is not None and (received, event) == (signal.SIGTERM, signal.SIGINT)):
             received = event
             _send(running, received)
-            plan = deque([(now + grace, signal.SIGKILL), (now + grace + _KILL_SECONDS, 0)])
+            killed = now + (save if save is not None and received == signal.SIGTERM else grace)
+            plan = deque([(killed, signal.SIGKILL), (killed + _KILL_SECONDS, 0)])
     return failed, received
 
 
-def _send(running: set[_Rank], number: int) -> None:
+def _send(running: set[_Rank], number: int, *, stops: bool = True) -> None:
     for rank in running:
-        rank.stopped = True
+        rank.stopped |= stops
         if number == signal.SIGKILL:
             _kill(rank)
         else:

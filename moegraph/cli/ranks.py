@@ -35,7 +35,7 @@ def this_rank(world: int, nproc: int | None) -> tuple[int, int] | None:
     return None
 
 
-def start_ranks(world: int, arguments: Sequence[str]) -> int:
-    """Runs `moegraph ARGUMENTS` as `world` processes; the exit status."""
+def start_ranks(world: int, arguments: Sequence[str], save_seconds: float | None = None) -> int:
+    """Runs `moegraph ARGUMENTS` as `world` processes; the exit status. `save_seconds`: what they have after SIGTERM."""
     debug = ["--debug"] * ("--debug" in sys.argv)
-    return launch([sys.executable, "-m", "moegraph", *arguments, *debug], world)
+    return launch([sys.executable, "-m", "moegraph", *arguments, *debug], world, save_seconds=save_seconds)

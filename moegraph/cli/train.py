@@ -25,6 +25,9 @@ from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec, is_run, load, load_run
 from moegraph.errors import SpecError
 
+TERMINATED = 143  # SIGTERM came: a checkpoint was saved, and the same command goes on from it
+SAVE_SECONDS = 600.0  # from SIGTERM to SIGKILL with --nproc: a step and a checkpoint have to fit into it
+
 if TYPE_CHECKING:
     from moegraph.specs import Spec
 
@@ -52,13 +55,14 @@ def train_command(
     if ranks is None:
         options = [f"--set={each}" for each in set_ or ()] + [f"--pass-file={each}" for each in pass_file or ()]
         named = [spec] if spec is not None else []
-        return start_ranks(loaded.layout.world, ["train", *named, *options, *["--json"] * json])
-    _train(loaded, folder, pass_file, ranks, json)
-    return 0
+        return start_ranks(
+            loaded.layout.world, ["train", *named, *options, *["--json"] * json], save_seconds=SAVE_SECONDS
+        )
+    return _train(loaded, folder, pass_file, ranks, json)
 
 
-def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, ranks: tuple[int, int], json: bool) -> None:
-    """Trains as one rank of a world. Rank 0 alone says anything."""
+def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, ranks: tuple[int, int], json: bool) -> int:
+    """Trains as one rank of a world; the exit status. Rank 0 alone says anything."""
     from moegraph.artifact import check_unchanged, read_compiled
     from moegraph.compiled import compile as compile_spec
     from moegraph.runtime.progress import Progress
@@ -82,6 +86,7 @@ def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, rank
         result = train(loaded, base=Path.cwd(), progress=progress, compiled=compiled, rank=rank, world=world)
     if json and rank == 0:
         print_json(result.to_json())
+    return TERMINATED if result.stopped else 0
 
 
 def _find(given: str | None, overrides: Sequence[str]) -> tuple[Spec, Path | None]:

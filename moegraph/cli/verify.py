@@ -1,13 +1,15 @@
-"""`moegraph verify`: every pass proved numerically, in a setting where it acts."""
+"""`moegraph verify`: every pass proved numerically, in a setting where it acts; or the steps of a run, once more."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moegraph.cli.options import Json, PassFile, Set, SpecArgument, load_pass_files
 from moegraph.cli.output import Status, print_json, print_table, say
+from moegraph.errors import UsageError
 
 if TYPE_CHECKING:
     from moegraph.verify.passes import VerifyReport
@@ -28,11 +30,22 @@ def verify_command(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and tokens that the graphs are run on.")
     ] = 0,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Given the folder of a run: train these steps again and compare each."),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes for --steps, as many as the run had.")] = None,
     json: Json = False,
 ) -> int:
-    """Prove each pass: equal outputs and gradients."""
-    from moegraph.cli.sources import find_spec, load
+    """Prove each pass: equal outputs and gradients; or a run: equal steps."""
+    from moegraph.cli.sources import find_spec, is_run, load
 
+    if spec is not None and is_run(Path(spec)):
+        from moegraph.cli.verify_run import verify_run
+
+        return verify_run(Path(spec), steps, set_ or [], pass_file or [], nproc, json)
+    if steps is not None or nproc is not None:
+        raise UsageError("--steps and --nproc are for the folder of a run: name one")
     loaded = load(find_spec(spec), set_).spec
     from moegraph.verify.passes import verify_spec
 

@@ -31,6 +31,7 @@ from moegraph.runtime.gradient_norm import sum_of_squares
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.mesh import SINGLE, Mesh
 from moegraph.runtime.model_state import ModelState, master_dtype
+from moegraph.runtime.signals import Signals
 from moegraph.runtime.step import StepComputer
 from moegraph.specs.schema import Spec
 
@@ -81,6 +82,7 @@ class Engine:
         self.rung = 0
         self.replays = 0
         self.overlap = _overlap_of(spec)
+        self.signals = Signals()
         self.overlap_seconds: dict[str, float] = {}  # of a compute phase, where several ways were measured
         self._built: dict[tuple[int, Overlap], tuple[Executor, StepComputer]] = {}
         self._use(0)
@@ -116,7 +118,7 @@ class Engine:
         experts = self.spec.model.moe.num_experts if self.spec.model.moe is not None else 0
         with during("adding up the step's numbers"):
             squares = sum_of_squares(self.gradients.shard).to(self.device)
-            return agree(computed, squares, self.moe_blocks, experts, self.mesh)
+            return agree(computed, squares, self.moe_blocks, experts, self.mesh, self.signals.requests)
 
     def commit(self, agreed: Agreed, lr: float) -> None:
         """Moves parameters, moments and biases by the step that was computed."""

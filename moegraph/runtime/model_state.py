@@ -154,6 +154,11 @@ class ModelState:
             source = dist.get_global_rank(self.tied.group, 0)
             dist.broadcast(self.values[self.tied.name], src=source, group=self.tied.group)
 
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """Names of the selection biases of this rank's blocks."""
+        return tuple(self._biases)
+
     def weights(self) -> dict[str, Tensor]:
         """What a trained model is on one rank alone: every master and every selection bias by name."""
         return {**self.optimizer.masters, **{name: self.values[name] for name in self._biases}}

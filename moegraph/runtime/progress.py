@@ -40,12 +40,14 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 def format_record(record: Mapping[str, Any], steps: int) -> str:
     """One record as one plain line. Keys: step, loss and validation_loss (nats per token), grad_norm, lr,
     tokens_per_second, tflops (10¹² per second and device), mfu (fraction), memory_bytes (peak), router (per layer, of
-    which the worst is shown)."""
+    which the worst is shown), skipped_steps (so far)."""
     parts = [f"step {record['step']}/{steps}"]
     for key, name, write in FIELDS:
         value = record.get(key)
         if value is not None:
             parts.append(f"{name} {write(value)}")
+    if record.get("skipped_steps"):
+        parts.append(f"skipped {record['skipped_steps']}")
     return "  ".join(parts + _routing(record.get("router") or {}))
 
 

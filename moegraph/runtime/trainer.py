@@ -15,39 +15,43 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from moegraph.checkpoint.run_checkpoints import RunCheckpoints
 from moegraph.checkpoint.start import claim_with_start
 from moegraph.compiled import Compiled
+from moegraph.data.loader import StepBatch
 from moegraph.errors import RunError
-from moegraph.graph.placement import num_stages
 from moegraph.kernels.tuning import table_digests
 from moegraph.runtime.accounting import count_parameters, flops_per_token
 from moegraph.runtime.agree import Agreed
+from moegraph.runtime.announce import announce, conclude
+from moegraph.runtime.audit import Audit, step_facts
 from moegraph.runtime.compile_cache import compile_cache
 from moegraph.runtime.device import choose_device, device_name, peak_memory, run_settings
+from moegraph.runtime.dump_step import dump_step
 from moegraph.runtime.engine import Engine, gather_weights
-from moegraph.runtime.gradient_norm import is_finite
 from moegraph.runtime.learning_rate import learning_rate
-from moegraph.runtime.low_precision import low_precision_text
 from moegraph.runtime.manifest import build_manifest
 from moegraph.runtime.mesh import SINGLE, Mesh, check_world, join
 from moegraph.runtime.open_data import open_data
 from moegraph.runtime.peaks import peak_flops, utilisation
 from moegraph.runtime.progress import Progress
+from moegraph.runtime.replicas import check_replicas
 from moegraph.runtime.router_metrics import layer_routing
 from moegraph.runtime.run_log import RunLog
 from moegraph.runtime.start import check_equal, together
+from moegraph.runtime.step_policy import StepPolicy, not_finite
 from moegraph.runtime.weights import save_weights
 from moegraph.specs.schema import Spec
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. Losses in nats per token; `compilations` counts them per graph."""
+    """How a run ended. Losses in nats per token; `compilations` counts them per graph. `stopped`: by SIGTERM, after
+    `steps` steps and with a checkpoint of them, but no final weights."""
 
     folder: Path
     steps: int
@@ -56,6 +60,7 @@ class TrainResult:
     first_validation_loss: float | None
     validation_loss: float | None
     compilations: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON-able data."""
@@ -108,8 +113,11 @@ class Trainer:
         self.engine = Engine(spec, device, mesh, compiled, progress.note)
         self.compiled, self.program, self.state = self.engine.compiled, self.engine.program, self.engine.state
         self.gradients, self.computer = self.engine.gradients, self.engine.computer
+        self.policy = StepPolicy(spec.train)
         self.checkpoints: RunCheckpoints | None = None  # of a run that goes on
+        self.save_asked = self.stop_asked = False  # by signals, as the last step's agreement has it
         self.expert_counts: list[list[int]] = []  # of the last step, [MoE layers][E]
+        self.sample_ids = torch.empty(0, dtype=torch.int64)  # of the last step, [B]
         self.flops_per_token = flops_per_token(spec, self.program)
         self.peak = peak_flops(device_name(device), spec.precision.compute)
 
@@ -123,8 +131,8 @@ class Trainer:
                     start = stack.enter_context(claim_with_start(self.spec.checkpoint.resume, output, note))
                     log = stack.enter_context(RunLog(output, note))
             started = time.perf_counter()
-            self._announce(output)
-            checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note)
+            announce(self.engine, output, self.flops_per_token, note)
+            checkpoints = RunCheckpoints(self.engine, self.loader, self.dataset.fingerprint, output, note, self.policy)
             self.checkpoints = stack.enter_context(checkpoints)
             done = checkpoints.resume(start)
             if self.spec.passes.overlap_communication.mode == "auto":
@@ -132,17 +140,30 @@ class Trainer:
             if log is not None:
                 log.write_manifest(self._manifest(output, done))
             first = last = None if done else self._validate_first(log)
-            loss = checkpoints.loss
-            for step in range(done + 1, steps + 1):
-                record = self._step(step, log)
-                loss = record["loss"]
-                if self._validates(step):
+            audit = Audit(output, note) if self.mesh.rank == 0 else None
+            if audit is not None:
+                audit.begin(done, checkpoints.digest, self.dataset.fingerprint, self.spec.train.seed)
+            loss, step, stopped = checkpoints.loss, done, False
+            stack.enter_context(self.engine.signals)
+            while step < steps and not stopped:
+                step += 1
+                record = self.step(step, log)
+                loss = record["loss"] if "skipped" not in record else loss
+                stopped = self.stop_asked and step < steps
+                if self._validates(step) and not stopped:
                     last = record["validation_loss"] = self._validation_loss()
                 self._say(log, record)
-                checkpoints.after_step(step, record, self.expert_counts)
+                if audit is not None:
+                    audit.add(step_facts(record, self.expert_counts, self.sample_ids))
+                    checkpoints.digest = audit.digest
+                checkpoints.after_step(step, record, self.expert_counts, now=self.save_asked or stopped)
                 if step == done + 1:
                     after_first_step()
             checkpoints.finish()
+            if stopped:
+                note(f"SIGTERM: stopped after step {step}; the same command goes on from its checkpoint")
+                seconds = time.perf_counter() - started
+                return TrainResult(output, step, seconds, loss, first, last, self.engine.compilations(), stopped=True)
             if done == steps and self.spec.train.validation is not None:
                 last = self._validation_loss()
             weights = gather_weights(self.engine)
@@ -150,7 +171,7 @@ class Trainer:
                 save_weights(output, weights, {"format": "pt", "step": str(steps)})
         seconds = time.perf_counter() - started
         result = TrainResult(output, steps, seconds, loss, first, last, self.engine.compilations())
-        self._conclude(result)
+        conclude(result.compilations, output, note)
         return result
 
     def _say(self, log: RunLog | None, record: dict[str, Any]) -> None:
@@ -158,7 +179,7 @@ class Trainer:
             log.write(record)
         self.progress.show(record)
 
-    def _step(self, step: int, log: RunLog | None) -> dict[str, Any]:
+    def step(self, step: int, log: RunLog | None = None) -> dict[str, Any]:
         """One step and its record. Raises `RunError`, having changed nothing, if it is not finite."""
         try:
             return self._try_step(step, log)
@@ -172,23 +193,32 @@ class Trainer:
         batch = self.loader.step(step - 1)
         replays = self.engine.replays
         agreed = self.engine.compute(batch)
-        record: dict[str, Any] = {"step": step, **_numbers(agreed), "valid_targets": batch.valid_targets}
+        record: dict[str, Any] = {"step": step, **agreed.numbers(), "valid_targets": batch.valid_targets}
         if self.engine.capacity is not None:
             record.update(capacity=self.engine.capacity, replays=self.engine.replays - replays)
-        lost = [name for name in ("loss", "balance_loss", "z_loss", "grad_norm") if not is_finite(record[name])]
-        if lost:
-            if log is not None:
-                log.write(record)
-            if self.checkpoints is not None:
-                self.checkpoints.finish()
-            raise RunError(
-                f"step {step}: {lost[0]} is {record[lost[0]]}; the model is as it was after step {step - 1}, and "
-                f"nothing of it is written; a lower train.optimizer.lr or a longer warmup may help"
-            )
+        lost, why = not_finite(record), self.policy.why_skip(record)
+        if why is not None:
+            record["skipped"] = why
+            if not self.policy.skip():
+                lost = f"{why}, and {self.policy.in_a_row} steps in a row were skipped, more than train.max_skips"
+        if self.policy.skips:
+            record["skipped_steps"] = self.policy.skipped
+        if lost is not None and (why is None or lost != why):
+            self._stop(step, batch, record, lost, log)
         record["lr"] = self._learning_rate(step)
-        self.engine.commit(agreed, record["lr"])
-        self.expert_counts = agreed.expert_counts
-        if step % self.spec.train.log_every == 0 or step == self.spec.train.steps:
+        self.save_asked, self.stop_asked = agreed.save, agreed.stop
+        if agreed.save:
+            self.engine.signals.saved()
+        if why is None:
+            self.engine.commit(agreed, record["lr"])
+            self.policy.accept(record["loss"], record["grad_norm"])
+            every = self.spec.train.check_replicas
+            if every is not None and step % every == 0:
+                check_replicas(self.state, self.mesh, step)
+        else:
+            self.progress.note(f"step {step}: skipped, {why}; {self.policy.skipped} so far")
+        self.expert_counts, self.sample_ids = agreed.expert_counts, batch.sample_ids
+        if not_finite(record) is None and (step % self.spec.train.log_every == 0 or step == self.spec.train.steps):
             record["router"] = self._routing(agreed)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -198,6 +228,20 @@ class Trainer:
         record.update(seconds=seconds, tokens_per_second=rate, tflops=each * self.flops_per_token / 1e12)
         record.update(mfu=utilisation(each, self.flops_per_token, self.peak), memory_bytes=peak_memory(self.device))
         return record
+
+    def _stop(self, step: int, batch: StepBatch, record: dict[str, Any], why: str, log: RunLog | None) -> NoReturn:
+        """Ends the run by a step that is not accepted: nothing has been changed by it."""
+        if log is not None:
+            log.write(record)
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        found = ""
+        if self.spec.train.non_finite == "dump" and not_finite(record) is not None:
+            found = dump_step(self.engine, step, batch, record, Path(self.spec.train.output_dir))
+        raise RunError(
+            f"step {step}: {why}; the model is as it was after step {step - 1}, and nothing of it is written; "
+            f"{found or 'a lower train.optimizer.lr or a longer warmup may help'}"
+        )
 
     def _learning_rate(self, step: int) -> float:
         train = self.spec.train
@@ -238,34 +282,6 @@ class Trainer:
         assert self.validation is not None
         return self.engine.evaluate([self.validation.step(i) for i in range(len(self.validation))])
 
-    def _announce(self, folder: Path) -> None:
-        from moegraph.passes.balance_losses import definition
-
-        total, active = count_parameters(self.program)
-        note: Callable[[str], None] = self.progress.note
-        note(
-            f"model: {total:,} parameters, {active:,} active, {self.flops_per_token / 1e9:.4g} GFLOP per token; "
-            f"auxiliary: {definition(self.spec)}"
-        )
-        note(
-            f"run: {folder}, {device_name(self.device)}, compute {self.spec.precision.compute}, "
-            f"{len(self.program.units)} kinds of block, {self.spec.train.compile}"
-        )
-        if self.spec.precision.mxfp8.experts != "off" or self.spec.precision.fp8 != "off":
-            note(low_precision_text(self.spec, self.device))
-        layout = self.spec.layout
-        if layout.world > 1:
-            sent = f", {layout.transport} transport" if layout.ep > 1 else ""
-            stages = f", {layout.schedule} over {num_stages(layout)} stages" if layout.pp > 1 else ""
-            note(f"layout: {layout.world} ranks = dp {layout.dp} × pp {layout.pp}, ep {layout.ep}{sent}{stages}")
-
-    def _conclude(self, result: TrainResult) -> None:
-        compiled, most = len(result.compilations), max(result.compilations.values(), default=0)
-        once = "each once" if most <= 1 else f"some {most} times"
-        if compiled:
-            self.progress.note(f"compiled {compiled} graphs, {once}, however the routing moved")
-        self.progress.note(f"results: {result.folder}")
-
     def _manifest(self, folder: Path, resumed_from: int) -> dict[str, Any]:
         return build_manifest(
             resolved_spec=self.spec.model_dump(mode="json", by_alias=True),
@@ -279,10 +295,3 @@ class Trainer:
             resumed_from=resumed_from,
             folder=folder,
         )
-
-
-def _numbers(agreed: Agreed) -> dict[str, float]:
-    """The step's losses and its gradient norm, as they stand in a record."""
-    total = agreed.loss + agreed.balance + agreed.z
-    losses = {"loss": agreed.loss, "loss_total": total, "balance_loss": agreed.balance, "z_loss": agreed.z}
-    return {**losses, "grad_norm": agreed.norm}

@@ -174,8 +174,21 @@ class Validation(Section):
     sequences: Count = 32
 
 
+class SkipSpikes(Section):
+    """A step whose loss or gradient norm lies more than `deviations` standard deviations above the mean of the last
+    `window` accepted steps is skipped, once half of the window is filled."""
+
+    window: Annotated[int, Field(ge=4, le=4096)] = 128
+    deviations: Positive = 6.0
+
+
 class Train(Section):
-    """The training run. `tokens_per_step` = sequences per step · data.seq_len, over all ranks."""
+    """The training run. `tokens_per_step` = sequences per step · data.seq_len, over all ranks.
+
+    `non_finite` is for a step whose loss or gradient norm is not finite: `stop` the run, `skip` the step, or `dump`
+    what it takes to find the cause, and stop. More than `max_skips` skipped steps in a row stop the run.
+    `check_replicas`: every so many steps the parameters of all replicas are compared, bit for bit.
+    """
 
     steps: Annotated[int, Field(ge=1, le=2**31)]
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
@@ -183,6 +196,10 @@ class Train(Section):
     optimizer: AdamW = Field(default_factory=AdamW)
     schedule: Annotated[Cosine | Wsd | Constant, Field(discriminator="kind")] = Field(default_factory=_constant)
     clip_norm: Positive | None = 1.0
+    non_finite: Literal["stop", "skip", "dump"] = "stop"
+    skip_spikes: SkipSpikes | None = None
+    max_skips: Count = 10
+    check_replicas: Count | None = None
     validation: Validation | None = None
     compile: Literal["inductor", "aot_eager", "eager"] = "inductor"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -51,13 +51,13 @@ class Forks:
     def train(self, checkpoints: RunCheckpoints, first: int, last: int) -> None:
         """Steps, each saved as the spec says."""
         for step in range(first, last + 1):
-            self.record = self.trainer._step(step, None)
+            self.record = self.trainer.step(step)
             checkpoints.after_step(step, self.record, self.trainer.expert_counts)
         checkpoints.finish()
 
     def step(self, step: int) -> list[Any]:
         """One step: its loss, and a hash of all that it left."""
-        loss = self.trainer._step(step, None)["loss"]
+        loss = self.trainer.step(step)["loss"]
         optimizer = self.trainer.engine.state.optimizer
         digest = hashlib.sha256()
         for tensors in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq, self.trainer.engine.state.values):

@@ -23,7 +23,9 @@ from moegraph.cli import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 launch._KILL_SECONDS = 0.3
-status = launch.launch([sys.executable, sys.argv[1]], int(sys.argv[2]), grace_seconds=float(sys.argv[3]))
+save = float(sys.argv[4]) if len(sys.argv) > 4 else None
+nproc, grace = int(sys.argv[2]), float(sys.argv[3])
+status = launch.launch([sys.executable, sys.argv[1]], nproc, grace_seconds=grace, save_seconds=save)
 assert "torch" not in sys.modules
 sys.exit(status)
 """
@@ -81,11 +83,19 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher whose ranks run the given lines."""
     runs: list[Run] = []
 
-    def call(source: str, nproc: int, grace: float = 10.0, **environment: str) -> Run:
+    def call(source: str, nproc: int, grace: float = 10.0, save: float | None = None, **environment: str) -> Run:
         (tmp_path / "child.py").write_text(RANK + source, encoding="utf-8")
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, "child.py", str(nproc), str(grace)],
+            [
+                sys.executable,
+                "-c",
+                LAUNCHER,
+                "child.py",
+                str(nproc),
+                str(grace),
+                *([str(save)] if save is not None else []),
+            ],
             cwd=tmp_path,
             env=inherited | environment,
             stdout=subprocess.PIPE,
@@ -300,6 +310,42 @@ sys.exit(1)
     done = run.done()
     assert done.status == status
     assert sorted(done.err.splitlines()) == [f"[rank 1] saved after {int(number)}", f"saved after {int(number)}"]
+
+
+SAVES = """
+got = []
+for each in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(each, lambda number, frame: got.append(number))
+ready()
+while signal.SIGTERM not in got:
+    time.sleep(0.01)
+time.sleep(0.6)
+sys.exit(CODES[rank])
+"""
+
+
+@pytest.mark.parametrize(("codes", "status"), [((143, 143), 143), ((0, 0), 0), ((143, 1), 1), ((3, 143), 3)])
+def test_ranks_that_save_have_longer_than_the_grace_and_the_last_word(
+    start: Start, codes: tuple[int, int], status: int
+) -> None:
+    run = start(SAVES.replace("CODES", str(codes)), 2, 0.2, 20.0)
+    run.pids(2)
+    run.process.send_signal(signal.SIGUSR1)  # passed on, and no reason to end
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.done().status == status
+
+
+def test_ctrl_c_cuts_the_time_to_save_short(start: Start) -> None:
+    run = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)\n", 2, 0.2, 60.0)
+    pids = run.pids(2)
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.done().status == 130
+    assert all(map(_gone, pids))
 
 
 def test_ranks_that_do_not_end_after_ctrl_c_are_killed(start: Start) -> None:

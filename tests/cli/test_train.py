@@ -163,4 +163,4 @@ def test_ctrl_c_ends_a_run_with_130_and_whole_records(work: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "interrupted\n")
     assert [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()][:3] == [1, 2, 3]
-    assert sorted(path.name for path in metrics.parent.iterdir()) == ["manifest.json", "metrics.jsonl"]
+    assert sorted(path.name for path in metrics.parent.iterdir()) == ["audit.jsonl", "manifest.json", "metrics.jsonl"]

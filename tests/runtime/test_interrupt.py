@@ -72,7 +72,12 @@ def test_ctrl_c_while_it_trains(tokens: Path, tmp_path: Path) -> None:
     assert left_behind(process) == []
     steps = [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()]
     assert steps == list(range(1, len(steps) + 1))
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"manifest.json", "metrics.jsonl", "tensorboard"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
+        "audit.jsonl",
+        "manifest.json",
+        "metrics.jsonl",
+        "tensorboard",
+    }
 
 
 def test_ctrl_c_while_inductor_compiles_leaves_no_worker_and_nothing_that_a_later_run_trusts(

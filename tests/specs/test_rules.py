@@ -25,6 +25,8 @@ STAGES = "layout.stages"
 REFUSED = [
     (["data.source=corpus:nope"], "data.source", "no built-in corpus 'nope'", "corpus:python-stdlib, or a folder"),
     # (overrides, path, part of the message, allowed)
+    (["train.max_skips=3"], "train.max_skips", "has no effect, since no step is skipped", None),
+    (["train.check_replicas=3"], "train.check_replicas", "has no effect with dp 1", None),
     (["checkpoint.mode=async"], "checkpoint.mode", "has no effect, since no checkpoint is written", None),
     (["checkpoint.keep_every=10"], "checkpoint.keep_every", "has no effect, since no checkpoint is written", None),
     (
