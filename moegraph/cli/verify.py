@@ -37,7 +37,7 @@ def verify_command(
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes for --steps, as many as the run had.")] = None,
     json: Json = False,
 ) -> int:
-    """Prove each pass: equal outputs and gradients; or a run: equal steps."""
+    """Prove each pass, or a run: equal outputs and gradients."""
     from moegraph.cli.sources import find_spec, is_run, load
 
     if spec is not None and is_run(Path(spec)):

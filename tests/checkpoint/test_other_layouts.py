@@ -15,7 +15,7 @@ from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank, whole
 from tests.ranks import RankPool
 
 Layout = tuple[int, int, int]  # dp, ep, pp
-EVERY_DAY: list[Layout] = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2), (1, 1, 1)]
+EVERY_DAY: list[Layout] = [(1, 1, 1), (2, 1, 1), (4, 4, 1), (2, 2, 2), (1, 1, 1)]
 MORE: list[Layout] = [(1, 1, 1), (4, 1, 1), (2, 2, 1), (4, 4, 1), (2, 1, 2), (4, 2, 1), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
 
 
@@ -56,11 +56,11 @@ def check_chain(ranks: RankPool, folder: Path, base: Path, layouts: list[Layout]
 def test_a_run_that_changes_its_layout_at_every_step(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
     """A25, A26, A28, A29, A30: masters, moments, biases, sample ids and losses."""
     check_chain(ranks, tmp_path, tokens, EVERY_DAY)
-    manifest = Checkpoint.open(tmp_path / "many" / "run" / CHECKPOINTS / step_name(5)).manifest
+    manifest = Checkpoint.open(tmp_path / "many" / "run" / CHECKPOINTS / step_name(4)).manifest
     assert (manifest.layout.dp, manifest.layout.ep, manifest.layout.pp, len(manifest.files)) == (2, 2, 2, 4)
     up = next(name for name in manifest.tensors if name.startswith("master.") and name.endswith("moe.w_up"))
     assert manifest.tensors[up].shape[0] == 4
-    experts = state(tmp_path / "many", 5)[up]
+    experts = state(tmp_path / "many", 4)[up]
     assert len({tuple(each.reshape(-1).tolist()) for each in experts}) == 4  # four experts, no two alike
 
 

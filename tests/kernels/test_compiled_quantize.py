@@ -48,8 +48,10 @@ def test_data_moves_in_16_bytes_and_is_rounded_by_the_chip(name: str) -> None:
     assert ".ftz" not in ptx
 
 
-@pytest.mark.parametrize("num_experts", [3, 1024])
-@pytest.mark.parametrize("columns", [2880, 14336])
+@pytest.mark.parametrize(
+    ("columns", "num_experts"),
+    [(2880, 1024), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2880, 3), (14336, 3), (14336, 1024)))],
+)
 def test_fp32_and_other_widths_do_not_spill_either(columns: int, num_experts: int) -> None:
     shape = {"rows": 4096, "columns": columns, "num_experts": num_experts, "dtype": torch.float32}
     for name, launch in quantize_launches(**shape):
@@ -68,6 +70,7 @@ def test_the_maxima_of_columns_are_found_without_floating_point_atomics() -> Non
     assert set(re.findall(r"(?:atom|red)\.global\S*", ptx)) == {"atom.global.gpu.relaxed.max.s32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_configuration_that_is_swept_compiles_without_spills(config: Config) -> None:
     x, offsets = torch.empty(4096, 2048, dtype=torch.bfloat16, device="meta"), torch.empty(128, device="meta").int()

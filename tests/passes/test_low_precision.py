@@ -35,7 +35,10 @@ def targets(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"mxfp8", "fp8, fused, made again", "fp8"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
 def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> None:
     name, overrides = CASES[case]
     report = verify_spec(small_spec(*SHORT, *BF16, *overrides))

@@ -126,6 +126,7 @@ REFUSED = [
         "all 4 layers are dense, so that `moe` has no effect",
         None,
     ),
+    (["precision.compute=fp32", "precision.fp8=rowwise"], "precision.fp8", "needs compute bf16", "off"),
     (["model.dense={d_ff: 8, layers: [0, 1, 2, 3]}"], "model.dense.layers", "`moe` has no effect", None),
     (["model.dense={d_ff: 8}"], "model.dense", "names no layers", None),
     (
