@@ -212,4 +212,7 @@ def test_buckets_are_as_large_as_they_were(saved: float, rung: int) -> None:
 
 
 def test_buckets_without_a_capacity_stay_so() -> None:
-    Engine.start_at_capacity(cast(Any, SimpleNamespace(capacity=None, ladder=[1.25])), 4.0)
+    used: list[int] = []
+    engine = cast(Any, SimpleNamespace(capacity=None, ladder=[1.25, 4.0], _use=used.append))
+    Engine.start_at_capacity(engine, 4.0)
+    assert used == []
