@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,8 +32,10 @@ class Communication:
 
 def measure_communication(job: Callable[[], object]) -> Communication:
     """Runs `job` once under torch's profiler; on CUDA only. All ranks run it together."""
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        if dist.is_initialized():
+            dist.barrier()  # a profiler takes its time to start: no rank shall wait for another's
+        torch.cuda.synchronize()
         job()
         torch.cuda.synchronize()
     talking: list[Span] = []
