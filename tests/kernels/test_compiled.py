@@ -12,7 +12,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.adamw import adamw_launch
-from moegraph.kernels.catalogue import exchange_launches, launches
+from moegraph.kernels.catalogue import cross_entropy_launches, exchange_launches, launches
 from moegraph.kernels.chips import CHIPS, Card
 from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import default_config
@@ -23,7 +23,7 @@ from moegraph.kernels.up_swiglu import up_swiglu_launch
 SHAPE = {"tokens": 32768, "d_model": 2048, "d_ff": 1024, "num_experts": 128, "top_k": 8}
 KERNELS = {capability: dict(launches(**SHAPE, card=Card("any", capability))) for capability in CHIPS}
 ROUTING = ["top_k", "sort_count", "sort_scan", "sort_place", "tile_schedule", "router_weights"]
-MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward"]
+MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward", "zero_tail"]
 PRODUCTS = [name for name in KERNELS[90] if name not in ROUTING + MEMORY_BOUND]
 INSTRUCTION = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}
 
@@ -78,6 +78,13 @@ def test_the_optimizers_kernel_does_not_spill(capability: int) -> None:
 @pytest.mark.parametrize("name", MEMORY_BOUND)
 def test_what_is_bound_by_memory_does_not_spill(name: str) -> None:
     assert compile_launch(KERNELS[90][name], 90).fits
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_loss_of_a_large_vocabulary_does_not_spill(capability: int, dtype: torch.dtype) -> None:
+    for _, launch in cross_entropy_launches(tokens=16384, vocab_size=100352, dtype=dtype):
+        assert compile_launch(launch, capability).fits
 
 
 @pytest.mark.parametrize("capability", CHIPS)
