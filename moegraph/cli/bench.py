@@ -32,6 +32,9 @@ def step_command(
     kernels: Annotated[
         int | None, typer.Option(min=1, help="On a GPU: also this many kernels of forward and backward, by time.")
     ] = None,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="Give every expert as many tokens, as published speeds do.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Time whole training steps of a spec on random tokens."""
@@ -43,6 +46,7 @@ def step_command(
     if ranks is None:
         options = [f"--set={each}" for each in set_ or ()] + ["--json"] * json
         options += [f"--kernels={kernels}"] if kernels else []
+        options += ["--balanced"] * balanced
         return start_ranks(loaded.layout.world, ["bench", "step", name, f"--steps={steps}", *options])
     from moegraph.benchmarks.step import time_step
     from moegraph.runtime.compile_cache import compile_cache
@@ -51,6 +55,10 @@ def step_command(
     device = choose_device(loaded.train.device)
     if kernels and device.type != "cuda":
         raise UsageError("--kernels needs a GPU: there are none of its kernels here")
+    if balanced:
+        from moegraph.benchmarks.balanced_routing import register
+
+        register()
     cache = compile_cache(device_name(device), inductor=loaded.train.compile == "inductor")
     with run_settings(loaded.train.deterministic), cache as keep_compiled:
         found = time_step(loaded, steps, *ranks)
