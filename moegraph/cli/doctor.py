@@ -92,7 +92,15 @@ def doctor_command(
 
     name = spec or (DEFAULT_SPEC if Path(DEFAULT_SPEC).exists() else "presets/tiny.yaml")
     loaded = load_spec(name, set_ or ())
-    findings = [*_versions(), *_devices(), *_kernels(loaded, name), *_low_precision(loaded, name), *_compiler(), *_cache(), *_disk()]
+    findings = [
+        *_versions(),
+        *_devices(),
+        *_kernels(loaded, name),
+        *_low_precision(loaded, name),
+        *_compiler(),
+        *_cache(),
+        *_disk(),
+    ]
     failed = [finding for finding in findings if finding.verdict == "failed"]
     if json:
         print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
