@@ -99,6 +99,7 @@ passes:
   fuse-experts:                        # the experts as one operator: less is kept for backward, Triton on a GPU
     enabled: false
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
+  fold-casts: {enabled: true}          # 8-bit operands are written by what makes them
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   overlap-communication: {mode: off, chunks: null}   # off | on | auto: other work while tokens travel; 2: in halves
   accumulate-gradients: {enabled: false}   # products add gradients to their buffers; not yet measured on a GPU

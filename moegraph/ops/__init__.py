@@ -55,6 +55,7 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
+from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_quantize_both,
@@ -111,6 +112,7 @@ __all__ = [
     "expert_ffn_dgrad",
     "expert_scores",
     "flops",
+    "fp8_permute_quantize",
     "fp8_quantize_columns_t",
     "fp8_quantize_rows",
     "gather_weights",
@@ -124,6 +126,7 @@ __all__ = [
     "linear",
     "merge_heads",
     "mx_dequantize",
+    "mx_permute_quantize",
     "mx_quantize",
     "mx_quantize_both",
     "mx_quantize_columns",

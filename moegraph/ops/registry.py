@@ -43,6 +43,7 @@ from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
+from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_quantize_both,
@@ -164,6 +165,8 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     mx_quantize_ragged_both: Facts("gather", (_mg.mx_quantize_ragged_both.default,)),
     fp8_quantize_rows: Facts("gather", (_mg.fp8_quantize_rows.default,)),
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
+    mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
+    fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

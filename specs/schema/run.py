@@ -111,6 +111,7 @@ class Passes(Section):
     canonicalize: PassSwitch = Field(default_factory=PassSwitch)
     balance_losses: PassSwitch = Field(default_factory=PassSwitch, alias="balance-losses")
     fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
+    fold_casts: PassSwitch = Field(default_factory=PassSwitch, alias="fold-casts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
     overlap_communication: OverlapOptions = Field(default_factory=OverlapOptions, alias="overlap-communication")
     accumulate_gradients: AccumulateOptions = Field(default_factory=AccumulateOptions, alias="accumulate-gradients")

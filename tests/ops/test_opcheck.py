@@ -108,6 +108,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "mx_quantize_ragged_both": (mg.mx_quantize_ragged_both, (*floats((ROWS, 32)), OFFSETS, False), NO_GRADIENT),
     "fp8_quantize_rows": (mg.fp8_quantize_rows, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
+    "mx_permute_quantize": (mg.mx_permute_quantize, (*floats((T, 64)), *DROPPED, K, True), NO_GRADIENT),
+    "fp8_permute_quantize": (mg.fp8_permute_quantize, (*floats((T, D)), *DROPPED, K), NO_GRADIENT),
     **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),

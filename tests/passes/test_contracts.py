@@ -19,6 +19,7 @@ CASTS = ["cast-mxfp8", "cast-fp8"]
 BUILT_IN = [
     *LAYER,
     *CASTS,
+    "fold-casts",
     "recompute",
     "overlap-communication",
     "accumulate-gradients",

@@ -1,0 +1,129 @@
+"""fold-casts: a quantiser goes into the operator that makes what it quantises.
+
+    rows = permute(x, …);  q = quantize(rows)          =>   q = permute_quantize(x, …)
+
+Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
+are never written unless something else reads them (a weight gradient in bf16 does). Every number stays what it was, bit
+for bit.
+
+A quantiser stays where it is when what it reads is made by something else, for other rows than its own (weights, which
+`prepare-weights` quantises once per optimizer step, are not looked at). The pass says which and why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name, facts, target_name
+from moegraph.graph.program import Unit
+from moegraph.passes.contract import Level, Pass, PassContext, PassResult
+from moegraph.passes.low_precision import prefix_of
+from moegraph.passes.registry import registry
+from moegraph.specs.schema import Spec
+
+_mg = torch.ops.moegraph
+_MX, _FP8 = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default
+
+
+@registry.register
+@dataclass(frozen=True)
+class FoldCasts(Pass):
+    """Folds the quantisers of activations and gradients into what makes them."""
+
+    name: ClassVar[str] = "fold-casts"
+    level: ClassVar[Level] = "step"
+    requires: ClassVar[frozenset[str]] = frozenset({"joint", "cast"})
+
+    @classmethod
+    def from_spec(cls, spec: Spec) -> FoldCasts | None:
+        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.experts != "off"
+        return cls() if low and spec.passes.fold_casts.enabled else None
+
+    def apply(self, unit: Unit, context: PassContext) -> PassResult:
+        folder = Folder(Rewriter(unit.graphs["joint"], self.name))
+        kept = []
+        for node in folder.rewriter.find(_MX) + folder.rewriter.find(_FP8):
+            if node.args[1] is None:
+                continue
+            reason = folder.fold(node)
+            if reason:
+                kept.append(f"{display_name(node)}: {reason}")
+        if not folder.rewriter.rewritten:
+            return PassResult(unit, note="; ".join(kept) or "nothing but weights is quantised in this block")
+        return PassResult(
+            unit.with_graphs({"joint": folder.rewriter.finish()}), folder.rewriter.rewritten, "; ".join(kept)
+        )
+
+
+@dataclass
+class Folder:
+    """Rewrites the quantisers of one joint graph."""
+
+    rewriter: Rewriter
+    made: dict[Any, dict[int, fx.Node]] = field(default_factory=dict)
+
+    def fold(self, node: fx.Node) -> str:
+        """Folds one quantiser of ragged rows; why not, where it stays."""
+        source: Any = node.args[0]
+        call, index = source, None
+        if source.target is operator.getitem:
+            call, index = source.args
+        key = (call.target, index, node.target)
+        if key not in _FOLDS:
+            return f"{display_name(source)} comes from {target_name(call)}, which does not quantise"
+        return _FOLDS[key](self, node)
+
+    def call(self, at: fx.Node, like: fx.Node, what: str, target: Any, args: tuple[Any, ...]) -> dict[int, fx.Node]:
+        """The results of a call before `at`, taken apart, credited to the layer node of `like`; made once for the same
+        arguments and direction."""
+        key = (target, args, facts(like)["direction"])
+        if key not in self.made:
+            origin = {name: facts(like)[name] for name in ("layer", "direction")}
+            made = self.rewriter.call_before(at, f"{prefix_of(like)}{what}", target, *args)
+            parts = {}
+            for index in range(len(made.meta["val"])):
+                name = f"{prefix_of(like)}getitem"
+                parts[index] = self.rewriter.call_before(at, name, operator.getitem, made, index)
+            for each in (made, *parts.values()):
+                facts(each).update(origin)
+            self.made[key] = parts
+        return self.made[key]
+
+    def replace_results(self, node: fx.Node, by: dict[int, fx.Node]) -> None:
+        """The results of `node` by index are these; `node` goes."""
+        for index, taken in self.rewriter.results(node).items():
+            self.rewriter.replace(taken, by[index])
+        self.rewriter.rewritten.append(display_name(node))
+        self.rewriter.graph.erase_node(node)
+
+    def remove_unused(self, node: fx.Node) -> None:
+        """Removes a node that nothing reads any more."""
+        if not node.users:
+            self.rewriter.rewritten.append(display_name(node))
+            self.rewriter.graph.erase_node(node)
+
+
+def _permuted(folder: Folder, node: fx.Node) -> str:
+    """The quantiser of rows that `permute` gathered."""
+    rows, offsets, *layout = node.args
+    assert isinstance(rows, fx.Node)
+    if rows.args[3] is not offsets:
+        return f"{display_name(rows)} is of other rows"
+    target = _mg.mx_permute_quantize.default if node.target is _MX else _mg.fp8_permute_quantize.default
+    folder.replace_results(node, folder.call(node, node, "rows_quantize", target, (*rows.args, *layout)))
+    folder.remove_unused(rows)
+    return ""
+
+
+# What makes the rows, which of its results they are (None: its only one), and the quantiser.
+_FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
+    (_mg.permute.default, None, _MX): _permuted,
+    (_mg.permute.default, None, _FP8): _permuted,
+}

@@ -1,0 +1,105 @@
+"""fold-casts: what is folded, what is left and why, that no number changes, and what it saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import facts
+from moegraph.passes.contract import PassContext, PassResult
+from moegraph.passes.fold_casts import FoldCasts
+from tests.small_models import compile_once, compute_step, random_batch, small_spec
+
+_mg = torch.ops.moegraph
+BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=1", "model.dense=null")
+MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+FUSED, OFF = "passes.fuse-experts.enabled=true", "passes.fold-casts.enabled=false"
+
+
+def targets(graph: fx.GraphModule) -> list[str]:
+    return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
+
+
+def folded(*options: str) -> list[str]:
+    """The operators of the joint graph of a block with experts behind the pass."""
+    return targets(compile_once(small_spec(*BF16, *options)).record("fold-casts").program.units["moe"].graphs["joint"])
+
+
+def test_rows_are_quantised_before_they_are_gathered() -> None:
+    before = compile_once(small_spec(*BF16, MX, FUSED)).record("cast-mxfp8").program.units["moe"].graphs["joint"]
+    have, had = folded(MX, FUSED), targets(before)
+    assert have.count("mx_permute_quantize") == 2  # x, and the gradient of the output
+    assert have.count("permute") == had.count("permute") - 1  # those that a weight gradient in bf16 reads are left
+
+
+STEPS = {
+    "mxfp8": (MX,),
+    "mxfp8, fused": (MX, FUSED),
+    "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
+    "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "mxfp8, fused" else pytest.mark.slow) for c in STEPS]
+)
+def test_a_step_has_the_same_bits_as_without_the_pass(case: str) -> None:
+    options = STEPS[case]
+    batch = random_batch(small_spec(*BF16))
+    have, gradients = compute_step(small_spec(*BF16, *options), batch)
+    want, expected = compute_step(small_spec(*BF16, *options, OFF), batch)
+    assert torch.equal(have.loss, want.loss)
+    for name in expected:
+        assert torch.equal(gradients[name], expected[name]), name
+
+
+def test_what_is_left_is_said_with_the_reason() -> None:
+    """A row's scale in FP8 is of the whole row, which no tile of a product holds."""
+    notes = compile_once(small_spec(*BF16, FP8, FUSED)).record("fold-casts").notes["moe"]
+    assert "fp8_up_swiglu, which does not quantise" in notes
+    assert "fp8_dgrad_swiglu, which does not quantise" in notes
+    assert compile_once(small_spec(*BF16, FP8, FUSED)).record("fold-casts").notes["head"].startswith("nothing but")
+
+
+def apply(plant: Rewriter) -> PassResult:
+    spec = small_spec(*BF16, MX, FUSED)
+    program = compile_once(spec).record("cast-mxfp8").program
+    unit = program.units["moe"].with_graphs({"joint": plant.finish()})
+    return FoldCasts().apply(unit, PassContext(program))
+
+
+def planted() -> Rewriter:
+    spec = small_spec(*BF16, MX, FUSED)
+    return Rewriter(compile_once(spec).record("cast-mxfp8").program.units["moe"].graphs["joint"], "planted")
+
+
+def test_a_quantiser_for_other_rows_than_were_gathered_stays() -> None:
+    plant = planted()
+    quantise = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[0].target is _mg.permute.default)
+    other = plant.call_before(quantise, "other", torch.ops.aten.clone.default, quantise.args[1])
+    facts(other).update(layer=facts(quantise)["layer"], direction="forward")
+    quantise.update_arg(1, other)
+    result = apply(plant)
+    assert "moe.experts/rows is of other rows" in result.note
+    assert targets(result.unit.graphs["joint"]).count("mx_permute_quantize") == 1
+
+
+def test_two_quantisers_of_the_same_rows_become_one() -> None:
+    plant = planted()
+    quantise = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[0].target is _mg.permute.default)
+    again = plant.copy_before(quantise.next, quantise, "again", {})
+    data, scale = plant.results(quantise).values()
+    for index, part in enumerate((data, scale)):
+        taken = plant.copy_before(part.next.next, part, f"part{index}", {quantise: again})
+        part.replace_all_uses_with(taken, lambda user: user.target is _mg.mx_up_swiglu.default)
+    result = apply(plant)
+    assert targets(plant.module).count("mx_quantize_rows") == 9
+    assert targets(result.unit.graphs["joint"]).count("mx_permute_quantize") == 2
+
+
+def test_switched_off_it_is_not_there() -> None:
+    names = [record.name for record in compile_once(small_spec(*BF16, MX, OFF)).records]
+    assert "cast-mxfp8" in names
+    assert "fold-casts" not in names
