@@ -5,7 +5,8 @@
 
 grad [R, D] and W [E, F, D] are float8_e4m3fn, the down projection quantised along D, their scales swizzled
 (mx_scales.py); z [R, 2F] bf16 is the saved pre-activation, s [R] fp32 the router weight of a row. `dgrad_swiglu` has
-the rest of the contract, and the meaning of `separate`.
+the rest of the contract, and the meaning of `separate`. dz comes in MXFP8 too where that is asked for, with swizzled
+scales, as the input gradient of the up projection reads it: the bits of quantising dz as stored.
 
 Legend: R rows, E experts, D model width, F expert width.
 """
@@ -23,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config, mx_config
+from moegraph.kernels.e4m3 import on_hardware
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.gradient_epilogue import gradient_epilogue
 from moegraph.kernels.launch import (
@@ -33,6 +35,8 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
+from moegraph.kernels.mx_epilogue import mx_gradient_epilogue
+from moegraph.kernels.mx_quantize import Quantized, empty_swizzled, mx_quantize_launch
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
@@ -47,6 +51,8 @@ def mx_dgrad_swiglu_kernel(
     z_desc,
     dz_desc,
     act_desc,
+    dz_data_desc,
+    dz_scale_ptr,
     row_weight_ptr,
     ds_ptr,
     expert_ptr,
@@ -66,9 +72,11 @@ def mx_dgrad_swiglu_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """F columns of the activation, contraction over D."""
+    """F columns of the activation, contraction over D. QUANTIZED: dz in MXFP8 too."""
     num_n: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     num_m = tl.load(count_ptr)
     for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -88,8 +96,14 @@ def mx_dgrad_swiglu_kernel(
             acc = tl.dot_scaled(g, sg, "e4m3", w, sw, "e4m3", acc)
         r = first + tl.arange(0, BLOCK_M)
         s = tl.load(row_weight_ptr + r, mask=r < live, other=0.0)[:, None]
-        rows, tensors = (first, last, live), (z_desc, dz_desc, act_desc)
-        ds = gradient_epilogue(acc, s, pn * BLOCK_N, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
+        rows, tensors, col = (first, last, live), (z_desc, dz_desc, act_desc), pn * BLOCK_N
+        if QUANTIZED:
+            into = (dz_data_desc, dz_scale_ptr)
+            ds = mx_gradient_epilogue(
+                acc, s, col, rows, tensors, into, pm, BLOCK_M, BLOCK_N, PARTS, F, CLAMPED, ALPHA, LIMIT, HARDWARE
+            )
+        else:
+            ds = gradient_epilogue(acc, s, col, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
 
@@ -104,17 +118,21 @@ def mx_dgrad_swiglu_launch(
     dz: Tensor,
     act: Tensor,
     ds_parts: Tensor,
+    dz_quantized: tuple[Tensor, Tensor] | None = None,
     *,
     activation: Activation = Activation(),
     config: Config,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32."""
+    """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32, and where it is given
+    `dz_quantized`: FP8 data [R, 2F], and swizzled scales that are zeros."""
     num_experts, f, d = weight.shape
     c = config
     schedule = schedule or tile_schedule(offsets, grad.shape[0], c.block_m)
     cols = c.block_n // c.parts
     programs = persistent_programs(grad.device)
+    dz_data, dz_scale = (dz, ds_parts) if dz_quantized is None else dz_quantized
+    dz_data = dz_data if dz_quantized is None else dz_data.view(torch.uint8)
     arguments = {
         "grad_desc": create_ragged_descriptor(grad, [c.block_m, c.block_k]),
         "weight_desc": TensorDescriptor.from_tensor(weight, [1, c.block_n, c.block_k]),
@@ -123,6 +141,8 @@ def mx_dgrad_swiglu_launch(
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, cols]),
         "dz_desc": create_ragged_descriptor(dz.view(-1, 2, f), [c.block_m, 1, cols]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, cols]),
+        "dz_data_desc": create_ragged_descriptor(dz_data.view(-1, 2, f), [c.block_m, 1, cols]),
+        "dz_scale_ptr": dz_scale,
         "row_weight_ptr": row_weight,
         "ds_ptr": ds_parts,
         **schedule_arguments(schedule),
@@ -135,6 +155,8 @@ def mx_dgrad_swiglu_launch(
         "PARTS": c.parts,
         **activation.constants(),
         "FLATTEN": c.flatten,
+        "QUANTIZED": dz_quantized is not None,
+        "HARDWARE": on_hardware(),
     }
     return Launch(mx_dgrad_swiglu_kernel, (programs,), arguments, constants, c)
 
@@ -153,8 +175,38 @@ def mx_dgrad_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad [R, D], weight [E, F, D] and their swizzled scales, z [R, 2F], row_weight [R] →
     (dz [R, 2F] bf16, a_s [R, F] bf16, ds [R] fp32)."""
+    tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)
+    return _run(tensors, None, activation, config)
+
+
+def mx_dgrad_swiglu_quantized(
+    grad: Tensor,
+    grad_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    z: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    *,
+    activation: Activation = Activation(),
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `mx_dgrad_swiglu`, and dz in MXFP8 → (dz, a_s, ds, data [R, 2F], swizzled scales)."""
+    tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)
+    quantized = empty_swizzled(grad, z.shape[0], z.shape[1], weight.shape[0])
+    return *_run(tensors, quantized, activation, config), *quantized
+
+
+def _run(
+    tensors: tuple[Tensor, ...],
+    quantized: tuple[Tensor, Tensor] | None,
+    activation: Activation,
+    config: Config | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dz, a_s and ds; dz goes to `quantized` too where it is given."""
+    grad, grad_scale, weight, weight_scale, z, row_weight, offsets = tensors
     rows, (_, f, d) = grad.shape[0], weight.shape
-    c = config or mx_config("dgrad_swiglu", f, d)
+    c = config or mx_config("dgrad_swiglu" if quantized is None else "dgrad_swiglu_quantized", f, d)
     if config is None and activation.clamped:  # its slopes do not fit in the registers of the fused epilogue
         c = replace(mx_config("grouped_mm", f, d), separate=True)
     dz, act = torch.empty_like(z), z.new_empty(rows, f)
@@ -164,9 +216,12 @@ def mx_dgrad_swiglu(
         da = mx_grouped_mm(grad, grad_scale, weight, weight_scale, offsets, config=plain)
         if dz.numel():
             gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
+            if quantized is not None:
+                schedule = tile_schedule(offsets, rows, 128)
+                mx_quantize_launch(dz, Quantized(*quantized, None, None), offsets, schedule, swizzled=True).run()
         return dz, act, ds
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
-        tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
-        mx_dgrad_swiglu_launch(*tensors, activation=activation, config=c).run()
+        launch = mx_dgrad_swiglu_launch(*tensors, dz, act, parts, quantized, activation=activation, config=c)
+        launch.run()
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

@@ -1,11 +1,12 @@
 """The MXMX up projection of the experts with the activation in its epilogue, for Blackwell's tensor cores.
 
     z[r] = dequantised rows[r] · dequantised W[e(r)]ᵀ (+ bias)      z [R, 2F] bf16 = [gate | up]
-    a[r] = silu(gate) · up                                          a [R, F] bf16; or the clamped SwiGLU (activation.py)
+    a[r] = silu(gate) · up                                          a [R, F]; or the clamped SwiGLU (activation.py)
 
 rows [R, D] and W [E, 2F, D] are float8_e4m3fn, gathered already, their scales swizzled (mx_scales.py). F is a multiple
 of 128, so that the scales of the gate and of the up rows are whole blocks; D is one of 32. Each half has an accumulator
-of its own. `a` is computed from z as stored. Rows past the last offset are written as zeros.
+of its own. `a` is computed from z as stored, and is bf16, or in MXFP8 with swizzled scales, rounded to bf16 before:
+the bits of quantising what would have been stored. Rows past the last offset are written as zeros.
 
 Legend: R rows, E experts, D model width, F expert width.
 """
@@ -21,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config, mx_config
+from moegraph.kernels.e4m3 import on_hardware
 from moegraph.kernels.launch import (
     Launch,
     load_rows,
@@ -29,6 +31,8 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
+from moegraph.kernels.mx_epilogue import mx_up_epilogue
+from moegraph.kernels.mx_quantize import empty_swizzled
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.up_epilogue import up_epilogue
@@ -43,6 +47,7 @@ def mx_up_swiglu_kernel(
     bias_ptr,
     z_desc,
     act_desc,
+    act_scale_ptr,
     expert_ptr,
     first_ptr,
     last_ptr,
@@ -61,9 +66,11 @@ def mx_up_swiglu_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N counts gate and up columns together."""
+    """BLOCK_N counts gate and up columns together. QUANTIZED: the activation in MXFP8."""
     HALF: tl.constexpr = BLOCK_N // 2
     num_n: tl.constexpr = (F + HALF - 1) // HALF
     num_m = tl.load(count_ptr)
@@ -86,8 +93,14 @@ def mx_up_swiglu_kernel(
             b = weight_desc.load([2 * which + 1, pn * HALF, k]).reshape(HALF, BLOCK_K).T
             sb = load_scales(weight_scale_desc, 2 * which + 1, pn * (HALF // 128), k, HALF, BLOCK_K)
             up = tl.dot_scaled(a, sa, "e4m3", b, sb, "e4m3", up)
-        rows, tensors = (first, last, live, bias_ptr + which * 2 * F), (z_desc, act_desc)
-        up_epilogue(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+        rows, col = (first, last, live, bias_ptr + which * 2 * F), pn * HALF
+        if QUANTIZED:
+            tensors = (z_desc, act_desc, act_scale_ptr)
+            mx_up_epilogue(
+                gate, up, col, rows, tensors, pm, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT, HARDWARE
+            )
+        else:
+            up_epilogue(gate, up, col, rows, (z_desc, act_desc), BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
 
 
 def mx_up_swiglu_launch(
@@ -98,13 +111,15 @@ def mx_up_swiglu_launch(
     offsets: Tensor,
     z: Tensor,
     act: Tensor,
+    act_scale: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     activation: Activation = Activation(),
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """The launch that writes `z` [R, 2F] and `act` [R, F]; `bias` [E, 2F] bf16."""
+    """The launch that writes `z` [R, 2F] and `act` [R, F]; `bias` [E, 2F] bf16. With `act_scale`, swizzled scales that
+    are zeros, `act` is FP8."""
     num_experts, two_f, d = weight.shape
     f = two_f // 2
     c = config or mx_config("up_swiglu", f, d)
@@ -119,7 +134,10 @@ def mx_up_swiglu_launch(
         "weight_scale_desc": scales_descriptor(halves, half, c.block_k),
         "bias_ptr": bias if bias is not None else z,
         "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half // c.parts]),
-        "act_desc": create_ragged_descriptor(act, [c.block_m, half // c.parts]),
+        "act_desc": create_ragged_descriptor(
+            act if act_scale is None else act.view(torch.uint8), [c.block_m, half // c.parts]
+        ),
+        "act_scale_ptr": act_scale if act_scale is not None else z,
         **schedule_arguments(schedule),
     }
     constants = {
@@ -131,6 +149,8 @@ def mx_up_swiglu_launch(
         "BIAS": bias is not None,
         **activation.constants(),
         "FLATTEN": c.flatten,
+        "QUANTIZED": act_scale is not None,
+        "HARDWARE": on_hardware(),
     }
     return Launch(mx_up_swiglu_kernel, (programs,), arguments, constants, c)
 
@@ -154,3 +174,24 @@ def mx_up_swiglu(
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
     return z, act
+
+
+def mx_up_swiglu_quantized(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = Activation(),
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `mx_up_swiglu`, with the activation in MXFP8 → (z [R, 2F] bf16, data [R, F], swizzled scales)."""
+    num_rows, (num_experts, two_f, _) = rows.shape[0], weight.shape
+    z = rows.new_empty(num_rows, two_f, dtype=torch.bfloat16)
+    data, scale = empty_swizzled(rows, num_rows, two_f // 2, num_experts)
+    if z.numel():
+        tensors = (rows, row_scale, weight, weight_scale, offsets, z, data, scale)
+        mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+    return z, data, scale

@@ -22,7 +22,6 @@ from moegraph.kernels.config import Config
 from moegraph.kernels.e4m3 import amax_bits, on_hardware, quantized
 from moegraph.kernels.launch import Launch
 
-_TILE = 128
 _WIDTH = 2048  # columns per program of `mx`, not measured
 _WIDEST = 8192  # of `fp8` at a time; longer rows are read twice
 _MX = Config(num_warps=4)
@@ -152,12 +151,10 @@ def mx_permute_quantize(
 ) -> tuple[Tensor, Tensor]:
     """x [T, D] contiguous, D a multiple of 32, inverse [R] int32, offsets [E] int32 → (data [R, D], scale)."""
     rows, (_, d) = inverse.shape[0], x.shape
-    data = x.new_empty(rows, d, dtype=torch.float8_e4m3fn)
     if swizzled:
-        tiles = -(-rows // _TILE) + offsets.shape[0]
-        scale = x.new_zeros(tiles * _TILE, -(-d // 128) * 4, dtype=torch.uint8)
+        data, scale = mx_quantize.empty_swizzled(x, rows, d, offsets.shape[0])
     else:
-        scale = x.new_empty(rows, d // 32, dtype=torch.uint8)
+        data, scale = x.new_empty(rows, d, dtype=torch.float8_e4m3fn), x.new_empty(rows, d // 32, dtype=torch.uint8)
     if data.numel():
         mx_permute_quantize_launch(x, inverse, offsets, data, scale, top_k, swizzled=swizzled).run()
     return data, scale

@@ -14,7 +14,7 @@ from moegraph.kernels.launch import store_half, store_rows
 
 
 @triton.jit
-def _activated(
+def activated(
     gate,
     up,
     col,
@@ -60,7 +60,7 @@ def _slice(
 ):
     """The epilogue of COLS columns of the activation."""
     first, last, _, _ = rows
-    act = _activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+    act = activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
     store_rows(tensors[1], first, last, col, act.to(tensors[1].dtype), ROWS, COLS)
 
 
@@ -109,7 +109,7 @@ def up_epilogue_fp8(
 ):
     """`up_epilogue` that writes the activation in FP8, and returns the scales [ROWS] of its rows in these columns."""
     first, last, _, _ = rows
-    act = _activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+    act = activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
     largest = tl.max(tl.abs(act), 1)
     inverse = tl.minimum(448.0 / largest, 3.4028234e38)  # the largest fp32 for a block of zeros
     data = tl.clamp(act * inverse[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

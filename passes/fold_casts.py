@@ -1,10 +1,14 @@
 """fold-casts: a quantiser goes into the operator that makes what it quantises.
 
     rows = permute(x, …);  q = quantize(rows)          =>   q = permute_quantize(x, …)
+    z, a = mx_up_swiglu(…);  q = quantize(a)           =>   z, q = mx_up_swiglu_quantized(…)
+    dz, … = mx_dgrad_swiglu(…);  q = quantize(dz)      =>   dz, …, q = mx_dgrad_swiglu_quantized(…)
 
 Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
-are never written unless something else reads them (a weight gradient in bf16 does). Every number stays what it was, bit
-for bit.
+are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
+alone, dz in bf16 too, for the weight gradient. In FP8 a scale is of a whole row, which no tile of a product holds: its
+activations and their gradients are still quantised by a kernel of their own. Every number stays what it was, bit for
+bit.
 
 A quantiser stays where it is when what it reads is made by something else, for other rows than its own (weights, which
 `prepare-weights` quantises once per optimizer step, are not looked at). The pass says which and why.
@@ -122,8 +126,49 @@ def _permuted(folder: Folder, node: fx.Node) -> str:
     return ""
 
 
+def _activation(folder: Folder, node: fx.Node) -> str:
+    """The quantiser of the activation that an up projection writes, where nothing else reads it."""
+    act: Any = node.args[0]
+    up = act.args[0]
+    if len(act.users) > 1:
+        return f"{display_name(act)} is read in 16 bits too"
+    parts, problem = _product(folder, node, up, _mg.mx_up_swiglu_quantized.default)
+    if problem:
+        return problem
+    folder.replace_results(node, {0: parts[1], 1: parts[2]})
+    folder.remove_unused(act)
+    folder.replace_results(up, parts)
+    return ""
+
+
+def _gradient(folder: Folder, node: fx.Node) -> str:
+    """The quantiser of the gradient of a pre-activation."""
+    dz: Any = node.args[0]
+    parts, problem = _product(folder, node, dz.args[0], _mg.mx_dgrad_swiglu_quantized.default)
+    if problem:
+        return problem
+    folder.replace_results(node, {0: parts[3], 1: parts[4]})
+    folder.replace_results(dz.args[0], parts)
+    return ""
+
+
+def _product(folder: Folder, node: fx.Node, product: fx.Node, target: Any) -> tuple[dict[int, fx.Node], str]:
+    """The results of a product that quantises what `node` did; or why there cannot be one."""
+    *arguments, swizzled = product.args
+    names = [argument.name for argument in product.target._schema.arguments]  # type: ignore[union-attr]
+    if not (swizzled and node.args[2]):
+        return {}, "its scales or those of the product are not swizzled"
+    if arguments[names.index("offsets")] is not node.args[1]:
+        return {}, f"{display_name(product)} is of other rows"
+    if facts(product)["direction"] != facts(node)["direction"]:
+        return {}, f"{display_name(product)} runs in the other direction, and nothing quantised is kept"
+    return folder.call(product, product, "quantized", target, tuple(arguments)), ""
+
+
 # What makes the rows, which of its results they are (None: its only one), and the quantiser.
 _FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
     (_mg.permute.default, None, _MX): _permuted,
     (_mg.permute.default, None, _FP8): _permuted,
+    (_mg.mx_up_swiglu.default, 1, _MX): _activation,
+    (_mg.mx_dgrad_swiglu.default, 0, _MX): _gradient,
 }

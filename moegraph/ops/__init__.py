@@ -65,7 +65,15 @@ from moegraph.ops.quantize import (
     mx_quantize_rows,
 )
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
-from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.registry import (
+    ACCUMULATIONS,
+    COMMUNICATION,
+    NEVER_RECOMPUTE,
+    OPERATORS,
+    SCALED_PRODUCTS,
+    WEIGHT_GRADIENTS,
+    Facts,
+)
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
@@ -76,6 +84,7 @@ __all__ = [
     "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
     "OPERATORS",
+    "SCALED_PRODUCTS",
     "WEIGHT_GRADIENTS",
     "Facts",
     "add",

@@ -1,7 +1,7 @@
 """Facts about the operators that passes and verifiers ask for.
 
-`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS` and `NEVER_RECOMPUTE` hold operator
-overloads as they stand in a step graph.
+`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS`, `NEVER_RECOMPUTE` and
+`SCALED_PRODUCTS` hold operator overloads as they stand in a step graph.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -78,6 +79,17 @@ ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wg
 # parallelism a collective would run twice.
 NEVER_RECOMPUTE: frozenset[Any] = frozenset(
     {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default, _mg.direct_plan.default}
+)
+
+# Forward products on 8-bit operands. Casts put them in, so that no callable of the layer graph has them.
+SCALED_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        _mg.mx_grouped_mm.default,
+        _mg.mx_up_swiglu.default,
+        _mg.mx_up_swiglu_quantized.default,
+        _mg.fp8_grouped_mm.default,
+        _mg.fp8_up_swiglu.default,
+    }
 )
 
 # Layer-graph callables that talk to other ranks; in a step graph they are collectives or registered operators.

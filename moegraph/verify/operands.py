@@ -50,7 +50,7 @@ def _problem(product: dict[str, Any], data: fx.Node, scale: fx.Node) -> str:
     if made_by is None or _result(scale) != (made_by, index + 1):
         return f"is {display_name(data)} with {display_name(scale)}, which were not made together"
     quantiser = _arguments(made_by)
-    if "swizzled" in product and quantiser.get("swizzled") != product["swizzled"]:
+    if product.get("swizzled", True) != quantiser.get("swizzled", True):  # what does not say it swizzles, or is not MX
         return f"has scales in another layout than it reads: {display_name(made_by)}"
     if len(data.meta["val"].shape) == 2 and quantiser.get("offsets") is not _offsets(product.get("offsets")):
         return f"was quantised for the rows of other offsets: {display_name(made_by)}"

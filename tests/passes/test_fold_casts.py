@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -40,6 +42,16 @@ STEPS = {
     "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
     "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
 }
+
+
+def test_products_write_what_only_the_next_product_reads_in_8_bits() -> None:
+    have = folded(MX, FUSED)
+    assert not {"mx_up_swiglu", "mx_dgrad_swiglu"} & set(have)
+    assert have.count("mx_up_swiglu_quantized") == have.count("mx_dgrad_swiglu_quantized") == 1
+    assert have.count("mx_quantize_rows") == 4  # weights, both ways round
+    graph = compile_once(small_spec(*BF16, MX, FUSED)).record("fold-casts").program.units["moe"].graphs["joint"]
+    (up,) = graph.graph.find_nodes(op="call_function", target=_mg.mx_up_swiglu_quantized.default)
+    assert [str(part.dtype) for part in up.meta["val"]] == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.uint8"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,40 @@ def test_two_quantisers_of_the_same_rows_become_one() -> None:
     result = apply(plant)
     assert targets(plant.module).count("mx_quantize_rows") == 9
     assert targets(result.unit.graphs["joint"]).count("mx_permute_quantize") == 2
+
+
+def test_an_activation_that_is_read_in_16_bits_too_is_quantised_by_a_node() -> None:
+    plant = planted()
+    act = next(n for n in plant.find(operator.getitem) if n.args[0].target is _mg.mx_up_swiglu.default and n.args[1])
+    other = plant.call_before(act.next, "other", torch.ops.aten.clone.default, act)
+    facts(other).update(layer=facts(act)["layer"], direction="forward")
+    plant.set_output("metric", "other", other)
+    result = apply(plant)
+    assert "is read in 16 bits too" in result.note
+    assert "mx_up_swiglu" in targets(result.unit.graphs["joint"])
+
+
+def test_a_quantiser_in_backward_of_a_forward_activation_stays() -> None:
+    plant = planted()
+    quantise = next(
+        n
+        for n in plant.find(_mg.mx_quantize_rows.default)
+        if n.args[0].target is operator.getitem and n.args[0].args[0].target is _mg.mx_up_swiglu.default
+    )
+    facts(quantise)["direction"] = "backward"
+    assert "runs in the other direction" in apply(plant).note
+
+
+def test_selective_recompute_repeats_no_product_in_8_bits() -> None:
+    policy = "passes.recompute.policy=selective"
+    for options in ((MX, FUSED), (FP8, FUSED)):
+        units = compile_once(small_spec(*BF16, *options, policy)).record("recompute").program.units
+        graph = next(unit for kind, unit in units.items() if kind.startswith("moe")).graphs["joint"]
+        again = [node for node in graph.graph.nodes if facts(node).get("recomputed")]
+        assert again
+        assert not {"fp8_up_swiglu", "mx_up_swiglu_quantized", "fp8_grouped_mm", "mx_grouped_mm"} & {
+            str(node.target).split(".")[1] for node in again if "moegraph" in str(node.target)
+        }
 
 
 def test_switched_off_it_is_not_there() -> None:
