@@ -118,8 +118,8 @@ def mx_dgrad_swiglu_launch(
     dz: Tensor,
     act: Tensor,
     ds_parts: Tensor,
-    dz_quantized: tuple[Tensor, Tensor] | None = None,
     *,
+    dz_quantized: tuple[Tensor, Tensor] | None = None,
     activation: Activation = Activation(),
     config: Config,
     schedule: Schedule | None = None,
@@ -222,6 +222,6 @@ def _run(
         return dz, act, ds
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
-        launch = mx_dgrad_swiglu_launch(*tensors, dz, act, parts, quantized, activation=activation, config=c)
-        launch.run()
+        given = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
+        mx_dgrad_swiglu_launch(*given, dz_quantized=quantized, activation=activation, config=c).run()
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

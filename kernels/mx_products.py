@@ -56,7 +56,13 @@ def mx_layer_launches(
     yield "down", mx_grouped_mm_launch(*operands(d_model, d_ff), offsets, y, row_weight=weight, schedule=schedule)
     config = mx_config("dgrad_swiglu_quantized", d_ff, d_model)
     parts = tensor(rows, -(-d_ff // config.block_n), dtype=torch.float32)
-    rest = (z, weight, offsets, z, act, parts, empty_swizzled(y, rows, 2 * d_ff, experts))
-    yield "dgrad_swiglu", mx_dgrad_swiglu_launch(*operands(d_ff, d_model), *rest, config=config, schedule=schedule)
+    gradient = mx_dgrad_swiglu_launch(
+        *operands(d_ff, d_model),
+        *(z, weight, offsets, z, act, parts),
+        dz_quantized=empty_swizzled(y, rows, 2 * d_ff, experts),
+        config=config,
+        schedule=schedule,
+    )
+    yield "dgrad_swiglu", gradient
     up_dgrad = operands(d_model, 2 * d_ff)
     yield "up_dgrad", mx_grouped_mm_launch(*up_dgrad, offsets, y, row_weight=None, schedule=schedule)

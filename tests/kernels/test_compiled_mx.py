@@ -46,8 +46,8 @@ def launch(name: str, bias: Tensor | None = None, activation: Activation = Activ
     if name == "dgrad_swiglu, quantised":
         config = mx_config("dgrad_swiglu_quantized", F, D)
         parts = tensor(R, F // config.block_n, dtype=torch.float32)
-        rest = (z, weight, offsets, z, act, parts, empty_swizzled(act, R, 2 * F, E))
-        return mx_dgrad_swiglu_launch(*operands(F, D), *rest, config=config, schedule=schedule)
+        options = {"dz_quantized": empty_swizzled(act, R, 2 * F, E), "config": config, "schedule": schedule}
+        return mx_dgrad_swiglu_launch(*operands(F, D), z, weight, offsets, z, act, parts, **options)
     if name == "dgrad_swiglu":
         config = mx_config("dgrad_swiglu", F, D)
         parts = tensor(R, F // config.block_n, dtype=torch.float32)
