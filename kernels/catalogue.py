@@ -14,6 +14,7 @@ from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
+from moegraph.kernels.mx_dequantize import mx_dequantize_launch
 from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
 from moegraph.kernels.padded_offsets import padded_offsets_launch
 from moegraph.kernels.permute_quantize import fp8_permute_quantize_launch, mx_permute_quantize_launch
@@ -128,6 +129,13 @@ def quantize_launches(
             yield f"mx_{suffix}", mx_quantize_launch(x, out, offsets, schedule, swizzled=swizzled)
             out = empty_quantized(weight, 0, **asked)
             yield f"mx_weight_{suffix}", mx_quantize_launch(weight, out, None, None, swizzled=swizzled)
+    plain = empty_quantized(x, 0, rows=True, columns=False, swizzled=False)
+    assert plain.row_data is not None
+    assert plain.row_scale is not None
+    yield (
+        "dequantize",
+        mx_dequantize_launch(plain.row_data, plain.row_scale, tensor(rows, columns, kind=torch.bfloat16)),
+    )
     data, scale = tensor(rows, columns, kind=torch.float8_e4m3fn), tensor(rows, kind=torch.float32)
     yield "fp8_rows", fp8_rows_launch(x, offsets, data, scale)
     top_k = 8 if rows % 8 == 0 else 1

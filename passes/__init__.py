@@ -15,6 +15,7 @@ from moegraph.passes import (  # isort: skip
     split_pipeline,
     cast_mxfp8,
     cast_fp8,
+    save_mxfp8,
     fold_casts,
     recompute,
     overlap_communication,
@@ -40,6 +41,7 @@ __all__ = [
     "prepare_weights",
     "recompute",
     "registry",
+    "save_mxfp8",
     "split_backward",
     "split_pipeline",
 ]

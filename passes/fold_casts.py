@@ -44,6 +44,7 @@ class FoldCasts(Pass):
     name: ClassVar[str] = "fold-casts"
     level: ClassVar[Level] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"joint", "cast"})
+    provides: ClassVar[frozenset[str]] = frozenset({"folded-casts"})
 
     @classmethod
     def from_spec(cls, spec: Spec) -> FoldCasts | None:

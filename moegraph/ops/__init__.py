@@ -58,6 +58,7 @@ from moegraph.ops.permute import combine, gather_weights, gather_weights_backwar
 from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
+    mx_dequantize_rows,
     mx_quantize_both,
     mx_quantize_columns,
     mx_quantize_ragged_both,
@@ -135,6 +136,7 @@ __all__ = [
     "linear",
     "merge_heads",
     "mx_dequantize",
+    "mx_dequantize_rows",
     "mx_permute_quantize",
     "mx_quantize",
     "mx_quantize_both",

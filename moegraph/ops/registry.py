@@ -47,6 +47,7 @@ from moegraph.ops.permute import combine, gather_weights, permute, sort_by_exper
 from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
+    mx_dequantize_rows,
     mx_quantize_both,
     mx_quantize_columns,
     mx_quantize_ragged_both,
@@ -170,6 +171,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     row_numbers: Facts("pointwise"),
     direct_dispatch: Facts("gather", (_mg.direct_dispatch.default, _mg.direct_take.default)),
     direct_return: Facts("gather", (_mg.direct_return.default, _mg.direct_put.default)),
+    mx_dequantize_rows: Facts("gather", (_mg.mx_dequantize_rows.default,)),
     mx_quantize_rows: Facts("gather", (_mg.mx_quantize_rows.default,)),
     mx_quantize_columns: Facts("gather", (_mg.mx_quantize_columns.default,)),
     mx_quantize_ragged_columns: Facts("gather", (_mg.mx_quantize_ragged_columns.default,)),

@@ -1,9 +1,9 @@
 """A structural verifier of products in 8 bits: each operand has its own scales, laid out as the product reads them.
 
 Data and scales are two tensors, and scales of other rows or in another layout are wrong numbers without an error. So:
-an argument whose name ends in `_scale` stands behind its data, both come from one quantiser as neighbours, and where
-quantiser and product say how scales lie (`swizzled`) or whose rows they are (`offsets`) they say the same. What enters
-a graph from outside as data and scale is not looked at.
+an argument whose name is or ends in `scale` stands behind its data, both come from one quantiser as neighbours, and
+where quantiser and product say how scales lie (`swizzled`) or whose rows they are (`offsets`) they say the same. What
+enters a graph from outside as data and scale is not looked at.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
 from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
+from moegraph.ops import registry as registry  # registers the operators
+
+# What reads plain scales and does not say so. What else does not say it reads, or writes, swizzled ones, or is not MX.
+_PLAIN = frozenset({torch.ops.moegraph.mx_dequantize_rows.default})
 
 
 def operands_with_their_scales(module: fx.GraphModule) -> Iterator[str]:
@@ -25,8 +30,8 @@ def operands_with_their_scales(module: fx.GraphModule) -> Iterator[str]:
         given = _arguments(node)
         names = list(given)
         for data, scale in pairwise(names):
-            if scale.endswith("_scale") and isinstance(given[scale], fx.Node):
-                problem = _problem(given, given[data], given[scale])
+            if (scale == "scale" or scale.endswith("_scale")) and isinstance(given[scale], fx.Node):
+                problem = _problem(node, given[data], given[scale])
                 if problem:
                     yield f"{display_name(node)}: its {data} {problem}"
 
@@ -43,18 +48,22 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return given
 
 
-def _problem(product: dict[str, Any], data: fx.Node, scale: fx.Node) -> str:
+def _problem(product: fx.Node, data: fx.Node, scale: fx.Node) -> str:
     if data.op == scale.op == "placeholder":
         return ""
     made_by, index = _result(data)
     if made_by is None or _result(scale) != (made_by, index + 1):
         return f"is {display_name(data)} with {display_name(scale)}, which were not made together"
-    quantiser = _arguments(made_by)
-    if product.get("swizzled", True) != quantiser.get("swizzled", True):  # what does not say it swizzles, or is not MX
+    if _swizzled(product) != _swizzled(made_by):
         return f"has scales in another layout than it reads: {display_name(made_by)}"
-    if len(data.meta["val"].shape) == 2 and quantiser.get("offsets") is not _offsets(product.get("offsets")):
+    given, rows = _arguments(product), len(data.meta["val"].shape) == 2
+    if rows and "offsets" in given and _arguments(made_by).get("offsets") is not _offsets(given["offsets"]):
         return f"was quantised for the rows of other offsets: {display_name(made_by)}"
     return ""
+
+
+def _swizzled(node: fx.Node) -> bool:
+    return bool(_arguments(node).get("swizzled", node.target not in _PLAIN))
 
 
 def _offsets(node: Any) -> Any:

@@ -36,9 +36,10 @@ class Layout(Section):
 
 class Mxfp8(Section):
     """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
-    far."""
+    far. `saved` is another question: whether fused experts keep their pre-activation for backward in MXFP8."""
 
     experts: Literal["auto", "on", "off"] = "off"
+    saved: Literal["on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
     attention: Literal["auto", "on", "off"] = "off"
     dispatch: Literal["auto", "on", "off"] = "off"

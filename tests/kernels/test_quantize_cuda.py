@@ -94,6 +94,16 @@ def test_rows_that_are_quantised_on_their_way_to_the_experts(dropped: float, dty
     same(ops.fp8_permute_quantize(x.cuda(), *there, top_k=4), fp8(moved, metadata[2])[:2])
 
 
+@pytest.mark.parametrize("shape", [(33, 160), (5, 40, 32), (0, 32)])
+def test_mx_back_to_bf16(shape: tuple[int, ...]) -> None:
+    data, scale = ops.mx_quantize(awkward(*shape, dtype=torch.float32))
+    codes = torch.arange(256, dtype=torch.uint8).repeat(6, 1).view(torch.float8_e4m3fn)
+    ends = torch.tensor([0, 1, 119, 127, 254, 255], dtype=torch.uint8)[:, None].repeat(1, 8)
+    for each in ((data, scale), (codes, ends)):
+        have, want = ops.mx_dequantize_rows(*(t.cuda() for t in each)).cpu(), ops.mx_dequantize(*each)
+        assert ((have.view(torch.int16) == want.view(torch.int16)) | (have.isnan() & want.isnan())).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_awkward_blocks_are_those_of_exact_fractions(dtype: torch.dtype) -> None:
     x = exact_mx.adversarial().to(dtype)

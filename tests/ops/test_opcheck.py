@@ -11,7 +11,7 @@ from moegraph import ops
 from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
-from .scaled_calls import scaled_calls
+from .scaled_calls import CHECKS, scaled_calls
 
 mg = torch.ops.moegraph
 ORDER, INVERSE, OFFSETS = DROPPED
@@ -102,6 +102,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "direct_put": (mg.direct_put, (*floats((T, D)), *DIRECT[1:], ROWS, "ep"), NO_GRADIENT),
     "direct_take": (mg.direct_take, (*floats((ROWS, D), (ROWS,)), *DIRECT, K, "ep"), NO_GRADIENT),
     "mx_quantize_rows": (mg.mx_quantize_rows, (*floats((ROWS, 64)), OFFSETS, True), NO_GRADIENT),
+    "mx_dequantize_rows": (mg.mx_dequantize_rows, ops.mx_quantize_rows(*floats((ROWS, 64))), CHECKS),
     "mx_quantize_columns": (mg.mx_quantize_columns, (*floats((E, 64, D)), False), NO_GRADIENT),
     "mx_quantize_ragged_columns": (mg.mx_quantize_ragged_columns, (*floats((ROWS, D)), OFFSETS, True), NO_GRADIENT),
     "mx_quantize_both": (mg.mx_quantize_both, (*floats((E, 64, 32)), True), NO_GRADIENT),

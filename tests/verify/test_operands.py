@@ -83,6 +83,16 @@ def test_every_graph_with_folded_and_with_prepared_operands_holds(options: tuple
             assert not [each for module in unit.graphs.values() for each in operands_with_their_scales(module)]
 
 
+def test_what_is_restored_has_the_plain_scales_that_were_kept() -> None:
+    record = compile_once(small_spec(*SPEC, FUSED, "precision.mxfp8.saved='on'")).record("save-mxfp8")
+    r = Rewriter(record.program.units["moe"].graphs["joint"], "mine")
+    assert not list(operands_with_their_scales(r.module))
+    (restored,) = r.find(_mg.mx_dequantize_rows.default)
+    restored.args[0].args[0].update_arg(2, True)  # type: ignore[union-attr]
+    (found,) = operands_with_their_scales(r.module)
+    assert "restored: its data has scales in another layout than it reads: moe.experts/save" in found
+
+
 def test_operands_of_fp8_and_their_padded_runs_hold_and_swapped_ones_do_not() -> None:
     fp8 = ("precision.fp8=rowwise", "precision.fp8_wgrad=true", FUSED)
     record = compile_once(small_spec(*BF16, *fp8)).record("fold-casts")
