@@ -6,7 +6,8 @@
 grad [R, D] and W [E, F, D] are float8_e4m3fn, the down projection quantised along D, their scales swizzled
 (mx_scales.py); z [R, 2F] bf16 is the saved pre-activation, s [R] fp32 the router weight of a row. `dgrad_swiglu` has
 the rest of the contract, and the meaning of `separate`. dz comes in MXFP8 too where that is asked for, with swizzled
-scales, as the input gradient of the up projection reads it: the bits of quantising dz as stored.
+scales, as the input gradient of the up projection reads it: the bits of quantising dz as stored. z may then be in MXFP8
+with plain scales; it is rounded to bf16 first.
 
 Legend: R rows, E experts, D model width, F expert width.
 """
@@ -35,6 +36,7 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
+from moegraph.kernels.mx_dequantize import mx_dequantize
 from moegraph.kernels.mx_epilogue import mx_gradient_epilogue
 from moegraph.kernels.mx_quantize import Quantized, empty_swizzled, mx_quantize_launch
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
@@ -53,6 +55,8 @@ def mx_dgrad_swiglu_kernel(
     act_desc,
     dz_data_desc,
     dz_scale_ptr,
+    z_ptr,
+    z_scale_ptr,
     row_weight_ptr,
     ds_ptr,
     expert_ptr,
@@ -73,10 +77,11 @@ def mx_dgrad_swiglu_kernel(
     LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SAVED: tl.constexpr,
     HARDWARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """F columns of the activation, contraction over D. QUANTIZED: dz in MXFP8 too."""
+    """F columns of the activation, contraction over D. QUANTIZED: dz in MXFP8 too; SAVED: z too."""
     num_n: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     num_m = tl.load(count_ptr)
     for t in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -98,10 +103,11 @@ def mx_dgrad_swiglu_kernel(
         s = tl.load(row_weight_ptr + r, mask=r < live, other=0.0)[:, None]
         rows, tensors, col = (first, last, live), (z_desc, dz_desc, act_desc), pn * BLOCK_N
         if QUANTIZED:
-            into = (dz_data_desc, dz_scale_ptr)
+            in_8_bits = (z_ptr, z_scale_ptr, dz_data_desc, dz_scale_ptr)
             ds = mx_gradient_epilogue(
-                acc, s, col, rows, tensors, into, pm, BLOCK_M, BLOCK_N, PARTS, F, CLAMPED, ALPHA, LIMIT, HARDWARE
-            )
+                acc, s, col, rows, tensors, in_8_bits, pm,
+                BLOCK_M, BLOCK_N, PARTS, F, CLAMPED, ALPHA, LIMIT, SAVED, HARDWARE,
+            )  # fmt: skip
         else:
             ds = gradient_epilogue(acc, s, col, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
@@ -120,12 +126,14 @@ def mx_dgrad_swiglu_launch(
     ds_parts: Tensor,
     *,
     dz_quantized: tuple[Tensor, Tensor] | None = None,
+    z_scale: Tensor | None = None,
     activation: Activation = Activation(),
     config: Config,
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32, and where it is given
-    `dz_quantized`: FP8 data [R, 2F], and swizzled scales that are zeros."""
+    `dz_quantized`: FP8 data [R, 2F], and swizzled scales that are zeros. With `z_scale` [R, 2F/32] as well, z is FP8.
+    """
     num_experts, f, d = weight.shape
     c = config
     schedule = schedule or tile_schedule(offsets, grad.shape[0], c.block_m)
@@ -138,7 +146,9 @@ def mx_dgrad_swiglu_launch(
         "weight_desc": TensorDescriptor.from_tensor(weight, [1, c.block_n, c.block_k]),
         "grad_scale_desc": scales_descriptor(grad_scale, c.block_m, c.block_k),
         "weight_scale_desc": scales_descriptor(weight_scale, c.block_n, c.block_k),
-        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, cols]),
+        "z_desc": create_ragged_descriptor((z if z_scale is None else dz).view(-1, 2, f), [c.block_m, 1, cols]),
+        "z_ptr": z if z_scale is None else z.view(torch.uint8),
+        "z_scale_ptr": z_scale if z_scale is not None else ds_parts,
         "dz_desc": create_ragged_descriptor(dz.view(-1, 2, f), [c.block_m, 1, cols]),
         "act_desc": create_ragged_descriptor(act, [c.block_m, cols]),
         "dz_data_desc": create_ragged_descriptor(dz_data.view(-1, 2, f), [c.block_m, 1, cols]),
@@ -156,6 +166,7 @@ def mx_dgrad_swiglu_launch(
         **activation.constants(),
         "FLATTEN": c.flatten,
         "QUANTIZED": dz_quantized is not None,
+        "SAVED": z_scale is not None,
         "HARDWARE": on_hardware(),
     }
     return Launch(mx_dgrad_swiglu_kernel, (programs,), arguments, constants, c)
@@ -176,7 +187,7 @@ def mx_dgrad_swiglu(
     """grad [R, D], weight [E, F, D] and their swizzled scales, z [R, 2F], row_weight [R] →
     (dz [R, 2F] bf16, a_s [R, F] bf16, ds [R] fp32)."""
     tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)
-    return _run(tensors, None, activation, config)
+    return _run(tensors, None, None, activation, config)
 
 
 def mx_dgrad_swiglu_quantized(
@@ -194,27 +205,49 @@ def mx_dgrad_swiglu_quantized(
     """As `mx_dgrad_swiglu`, and dz in MXFP8 → (dz, a_s, ds, data [R, 2F], swizzled scales)."""
     tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)
     quantized = empty_swizzled(grad, z.shape[0], z.shape[1], weight.shape[0])
-    return *_run(tensors, quantized, activation, config), *quantized
+    return *_run(tensors, None, quantized, activation, config), *quantized
+
+
+def mx_dgrad_swiglu_saved(
+    grad: Tensor,
+    grad_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    z: Tensor,
+    z_scale: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    *,
+    activation: Activation = Activation(),
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `mx_dgrad_swiglu_quantized`, with z [R, 2F] FP8 and its plain scales [R, 2F/32]."""
+    tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)
+    quantized = empty_swizzled(grad, z.shape[0], z.shape[1], weight.shape[0])
+    return *_run(tensors, z_scale, quantized, activation, config), *quantized
 
 
 def _run(
     tensors: tuple[Tensor, ...],
+    z_scale: Tensor | None,
     quantized: tuple[Tensor, Tensor] | None,
     activation: Activation,
     config: Config | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dz, a_s and ds; dz goes to `quantized` too where it is given."""
+    """dz, a_s and ds; dz goes to `quantized` too where it is given. With `z_scale` z is in MXFP8."""
     grad, grad_scale, weight, weight_scale, z, row_weight, offsets = tensors
     rows, (_, f, d) = grad.shape[0], weight.shape
-    c = config or mx_config("dgrad_swiglu" if quantized is None else "dgrad_swiglu_quantized", f, d)
+    kernel = "dgrad_swiglu" if quantized is None else "dgrad_swiglu_quantized"
+    c = config or mx_config(kernel if z_scale is None else "dgrad_swiglu_saved", f, d)
     if config is None and activation.clamped:  # its slopes do not fit in the registers of the fused epilogue
         c = replace(mx_config("grouped_mm", f, d), separate=True)
-    dz, act = torch.empty_like(z), z.new_empty(rows, f)
+    dz, act = (z.new_empty(rows, width, dtype=torch.bfloat16) for width in (2 * f, f))
     if c.separate:
         ds = row_weight.new_empty(rows)
         plain = replace(c, separate=False)
         da = mx_grouped_mm(grad, grad_scale, weight, weight_scale, offsets, config=plain)
         if dz.numel():
+            z = z if z_scale is None else mx_dequantize(z, z_scale)
             gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
             if quantized is not None:
                 schedule = tile_schedule(offsets, rows, 128)
@@ -223,5 +256,5 @@ def _run(
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
         given = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
-        mx_dgrad_swiglu_launch(*given, dz_quantized=quantized, activation=activation, config=c).run()
+        mx_dgrad_swiglu_launch(*given, dz_quantized=quantized, z_scale=z_scale, activation=activation, config=c).run()
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

@@ -6,7 +6,8 @@
 rows [R, D] and W [E, 2F, D] are float8_e4m3fn, gathered already, their scales swizzled (mx_scales.py). F is a multiple
 of 128, so that the scales of the gate and of the up rows are whole blocks; D is one of 32. Each half has an accumulator
 of its own. `a` is computed from z as stored, and is bf16, or in MXFP8 with swizzled scales, rounded to bf16 before:
-the bits of quantising what would have been stored. Rows past the last offset are written as zeros.
+the bits of quantising what would have been stored. So may z be then, with plain scales. Rows past the last offset are
+written as zeros.
 
 Legend: R rows, E experts, D model width, F expert width.
 """
@@ -48,6 +49,7 @@ def mx_up_swiglu_kernel(
     z_desc,
     act_desc,
     act_scale_ptr,
+    z_scale_ptr,
     expert_ptr,
     first_ptr,
     last_ptr,
@@ -67,10 +69,11 @@ def mx_up_swiglu_kernel(
     LIMIT: tl.constexpr,
     FLATTEN: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SAVED: tl.constexpr,
     HARDWARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N counts gate and up columns together. QUANTIZED: the activation in MXFP8."""
+    """BLOCK_N counts gate and up columns together. QUANTIZED: the activation in MXFP8; SAVED: z too."""
     HALF: tl.constexpr = BLOCK_N // 2
     num_n: tl.constexpr = (F + HALF - 1) // HALF
     num_m = tl.load(count_ptr)
@@ -95,9 +98,9 @@ def mx_up_swiglu_kernel(
             up = tl.dot_scaled(a, sa, "e4m3", b, sb, "e4m3", up)
         rows, col = (first, last, live, bias_ptr + which * 2 * F), pn * HALF
         if QUANTIZED:
-            tensors = (z_desc, act_desc, act_scale_ptr)
+            tensors = (z_desc, z_scale_ptr, act_desc, act_scale_ptr)
             mx_up_epilogue(
-                gate, up, col, rows, tensors, pm, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT, HARDWARE
+                gate, up, col, rows, tensors, pm, BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT, SAVED, HARDWARE
             )
         else:
             up_epilogue(gate, up, col, rows, (z_desc, act_desc), BLOCK_M, HALF, PARTS, F, BIAS, CLAMPED, ALPHA, LIMIT)
@@ -112,6 +115,7 @@ def mx_up_swiglu_launch(
     z: Tensor,
     act: Tensor,
     act_scale: Tensor | None = None,
+    z_scale: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     activation: Activation = Activation(),
@@ -119,7 +123,7 @@ def mx_up_swiglu_launch(
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `z` [R, 2F] and `act` [R, F]; `bias` [E, 2F] bf16. With `act_scale`, swizzled scales that
-    are zeros, `act` is FP8."""
+    are zeros, `act` is FP8; with `z_scale` [R, 2F/32] as well, z is."""
     num_experts, two_f, d = weight.shape
     f = two_f // 2
     c = config or mx_config("up_swiglu", f, d)
@@ -133,7 +137,10 @@ def mx_up_swiglu_launch(
         "row_scale_desc": scales_descriptor(row_scale, c.block_m, c.block_k),
         "weight_scale_desc": scales_descriptor(halves, half, c.block_k),
         "bias_ptr": bias if bias is not None else z,
-        "z_desc": create_ragged_descriptor(z.view(-1, 2, f), [c.block_m, 1, half // c.parts]),
+        "z_desc": create_ragged_descriptor(
+            (z if z_scale is None else z.view(torch.uint8)).view(-1, 2, f), [c.block_m, 1, half // c.parts]
+        ),
+        "z_scale_ptr": z_scale if z_scale is not None else z,
         "act_desc": create_ragged_descriptor(
             act if act_scale is None else act.view(torch.uint8), [c.block_m, half // c.parts]
         ),
@@ -150,6 +157,7 @@ def mx_up_swiglu_launch(
         **activation.constants(),
         "FLATTEN": c.flatten,
         "QUANTIZED": act_scale is not None,
+        "SAVED": z_scale is not None,
         "HARDWARE": on_hardware(),
     }
     return Launch(mx_up_swiglu_kernel, (programs,), arguments, constants, c)
@@ -195,3 +203,25 @@ def mx_up_swiglu_quantized(
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, data, scale)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
     return z, data, scale
+
+
+def mx_up_swiglu_saved(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = Activation(),
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mx_up_swiglu_quantized`, with z in MXFP8 too → (z data [R, 2F], its plain scales, data, swizzled scales)."""
+    num_rows, (num_experts, two_f, _) = rows.shape[0], weight.shape
+    z = rows.new_empty(num_rows, two_f, dtype=torch.float8_e4m3fn)
+    z_scale = rows.new_empty(num_rows, two_f // 32, dtype=torch.uint8)
+    data, scale = empty_swizzled(rows, num_rows, two_f // 2, num_experts)
+    if z.numel():
+        tensors = (rows, row_scale, weight, weight_scale, offsets, z, data, scale, z_scale)
+        mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+    return z, z_scale, data, scale

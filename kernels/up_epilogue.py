@@ -14,6 +14,18 @@ from moegraph.kernels.launch import store_half, store_rows
 
 
 @triton.jit
+def with_bias(gate, up, col, rows, COLS: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr):
+    """Accumulators of columns from `col`, with the bias of the rows' expert where there is one."""
+    first, _, live, bias_ptr = rows
+    if BIAS:
+        c = col + tl.arange(0, COLS)
+        real = (c < F) & (live > first)
+        gate += tl.load(bias_ptr + c, mask=real, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + F + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
 def activated(
     gate,
     up,
@@ -29,13 +41,9 @@ def activated(
     LIMIT: tl.constexpr,
 ):
     """Writes z; returns the activation in fp32."""
-    first, last, live, bias_ptr = rows
+    first, last, _, _ = rows
     z_desc, _ = tensors
-    if BIAS:
-        c = col + tl.arange(0, COLS)
-        real = (c < F) & (live > first)
-        gate += tl.load(bias_ptr + c, mask=real, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + F + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    gate, up = with_bias(gate, up, col, rows, COLS, F, BIAS)
     gate = gate.to(z_desc.dtype)
     up = up.to(z_desc.dtype)
     store_half(z_desc, first, last, 0, col, gate, ROWS, COLS)

@@ -3,12 +3,14 @@
     rows = permute(x, …);  q = quantize(rows)          =>   q = permute_quantize(x, …)
     z, a = mx_up_swiglu(…);  q = quantize(a)           =>   z, q = mx_up_swiglu_quantized(…)
     dz, … = mx_dgrad_swiglu(…);  q = quantize(dz)      =>   dz, …, q = mx_dgrad_swiglu_quantized(…)
+    z, a = …_quantized(…);  q = quantize(z)            =>   q, a = mx_up_swiglu_saved(…)
+    z = dequantize(q);  dz, … = …_quantized(…, z, …)   =>   dz, … = mx_dgrad_swiglu_saved(…, q, …)
 
 Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
 are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
-alone, dz in bf16 too, for the weight gradient. In FP8 a scale is of a whole row, which no tile of a product holds: its
-activations and their gradients are still quantised by a kernel of their own. Every number stays what it was, bit for
-bit.
+alone, dz in bf16 too, for the weight gradient; the last two lines are for what `save-mxfp8` keeps. In FP8 a scale is of
+a whole row, which no tile of a product holds: its activations and their gradients are still quantised by a kernel of
+their own. Every number stays what it was, bit for bit.
 
 A quantiser stays where it is when what it reads is made by something else, for other rows than its own (weights, which
 `prepare-weights` quantises once per optimizer step, are not looked at). The pass says which and why.
@@ -54,17 +56,21 @@ class FoldCasts(Pass):
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         folder = Folder(Rewriter(unit.graphs["joint"], self.name))
         kept = []
-        for node in folder.rewriter.find(_MX) + folder.rewriter.find(_FP8):
-            if node.args[1] is None:
-                continue
+        quantisers = folder.rewriter.find(_MX) + folder.rewriter.find(_FP8)
+        # What is saved, with plain scales, comes after what the products read.
+        ragged = sorted((node for node in quantisers if node.args[1] is not None), key=lambda node: _is_plain(node))
+        for node in [*ragged, *folder.rewriter.find(_mg.mx_dequantize_rows.default)]:
             reason = folder.fold(node)
             if reason:
                 kept.append(f"{display_name(node)}: {reason}")
+        note = "; ".join(kept)
         if not folder.rewriter.rewritten:
-            return PassResult(unit, note="; ".join(kept) or "nothing but weights is quantised in this block")
-        return PassResult(
-            unit.with_graphs({"joint": folder.rewriter.finish()}), folder.rewriter.rewritten, "; ".join(kept)
-        )
+            return PassResult(unit, note=note or "nothing but weights is quantised in this block")
+        joint = folder.rewriter.finish()
+        # What was made on the way and is in neither graph is nobody's concern.
+        there = {display_name(node) for module in (unit.graphs["joint"], joint) for node in module.graph.nodes}
+        rewritten = [name for name in dict.fromkeys(folder.rewriter.rewritten) if name in there]
+        return PassResult(unit.with_graphs({"joint": joint}), rewritten, note)
 
 
 @dataclass
@@ -75,7 +81,9 @@ class Folder:
     made: dict[Any, dict[int, fx.Node]] = field(default_factory=dict)
 
     def fold(self, node: fx.Node) -> str:
-        """Folds one quantiser of ragged rows; why not, where it stays."""
+        """Folds one quantiser of ragged rows, or what restores them; why not, where it stays."""
+        if node.target is _mg.mx_dequantize_rows.default:
+            return _restored(self, node)
         source: Any = node.args[0]
         call, index = source, None
         if source.target is operator.getitem:
@@ -133,7 +141,7 @@ def _activation(folder: Folder, node: fx.Node) -> str:
     up = act.args[0]
     if len(act.users) > 1:
         return f"{display_name(act)} is read in 16 bits too"
-    parts, problem = _product(folder, node, up, _mg.mx_up_swiglu_quantized.default)
+    parts, problem = _product(folder, node, up, "up_quantized", _mg.mx_up_swiglu_quantized.default)
     if problem:
         return problem
     folder.replace_results(node, {0: parts[1], 1: parts[2]})
@@ -145,15 +153,49 @@ def _activation(folder: Folder, node: fx.Node) -> str:
 def _gradient(folder: Folder, node: fx.Node) -> str:
     """The quantiser of the gradient of a pre-activation."""
     dz: Any = node.args[0]
-    parts, problem = _product(folder, node, dz.args[0], _mg.mx_dgrad_swiglu_quantized.default)
+    product = dz.args[0]
+    parts, problem = _product(folder, node, product, "dgrad_quantized", _mg.mx_dgrad_swiglu_quantized.default)
     if problem:
         return problem
     folder.replace_results(node, {0: parts[3], 1: parts[4]})
-    folder.replace_results(dz.args[0], parts)
+    folder.replace_results(product, parts)
     return ""
 
 
-def _product(folder: Folder, node: fx.Node, product: fx.Node, target: Any) -> tuple[dict[int, fx.Node], str]:
+def _saved(folder: Folder, node: fx.Node) -> str:
+    """The quantiser of a pre-activation that nothing else reads; its scales are plain."""
+    z: Any = node.args[0]
+    up = z.args[0]
+    if len(z.users) > 1:
+        return f"{display_name(z)} is read in 16 bits too"
+    if not _is_plain(node):
+        return "its scales are swizzled, and those of what is kept are plain"
+    if up.args[4] is not node.args[1]:
+        return f"{display_name(up)} is of other rows"
+    parts = folder.call(up, up, "up_saved", _mg.mx_up_swiglu_saved.default, up.args)
+    folder.replace_results(node, parts)
+    folder.remove_unused(z)
+    folder.replace_results(up, {1: parts[2], 2: parts[3]})
+    return ""
+
+
+def _restored(folder: Folder, node: fx.Node) -> str:
+    """What restores a pre-activation for the product that reads it."""
+    product, *others = node.users
+    if others or product.target is not _mg.mx_dgrad_swiglu_quantized.default:
+        return f"{target_name(product)} reads it in 16 bits"
+    arguments = tuple(part for each in product.args for part in (node.args if each is node else (each,)))
+    parts = folder.call(product, product, "dgrad_saved", _mg.mx_dgrad_swiglu_saved.default, arguments)
+    folder.replace_results(product, parts)
+    folder.remove_unused(node)
+    return ""
+
+
+def _is_plain(quantiser: fx.Node) -> bool:
+    return quantiser.target is _MX and not quantiser.args[2]
+
+
+def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target: Any) -> tuple[dict[int, fx.Node], str]:
     """The results of a product that quantises what `node` did; or why there cannot be one."""
     *arguments, swizzled = product.args
     names = [argument.name for argument in product.target._schema.arguments]  # type: ignore[union-attr]
@@ -163,7 +205,7 @@ def _product(folder: Folder, node: fx.Node, product: fx.Node, target: Any) -> tu
         return {}, f"{display_name(product)} is of other rows"
     if facts(product)["direction"] != facts(node)["direction"]:
         return {}, f"{display_name(product)} runs in the other direction, and nothing quantised is kept"
-    return folder.call(product, product, "quantized", target, tuple(arguments)), ""
+    return folder.call(product, product, what, target, tuple(arguments)), ""
 
 
 # What makes the rows, which of its results they are (None: its only one), and the quantiser.
@@ -172,4 +214,5 @@ _FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
     (_mg.permute.default, None, _FP8): _permuted,
     (_mg.mx_up_swiglu.default, 1, _MX): _activation,
     (_mg.mx_dgrad_swiglu.default, 0, _MX): _gradient,
+    (_mg.mx_up_swiglu_quantized.default, 0, _MX): _saved,
 }

@@ -2,10 +2,12 @@
 
     mx_up_swiglu_quantized      mx_up_swiglu, and mx_quantize_rows of the activation in the place of the activation
     mx_dgrad_swiglu_quantized   mx_dgrad_swiglu, and mx_quantize_rows of dz beside dz
+    mx_up_swiglu_saved          the first, and mx_quantize_rows of z, with plain scales, in the place of z
+    mx_dgrad_swiglu_saved       the second, of such a z, as mx_dequantize_rows restores it
 
-Both give those bits: results are rounded to bf16 first. All scales, of operands and of results, are swizzled; the rest
-of the contracts is that of `mx_mm` and `quantize`. On Blackwell the epilogues of the products do it (and add up the
-gradient of row_weight in another order); of the clamped activation's gradient a kernel behind them.
+They give those bits: results are rounded to bf16 first. All other scales, of operands and of results, are swizzled;
+the rest of the contracts is that of `mx_mm` and `quantize`. On Blackwell the epilogues of the products do it, and add
+up the gradient of row_weight in another order; for the clamped activation's gradient there are kernels around them.
 
 Legend: R routed rows, E experts, D model width, F expert width, R' padded rows = (ceil(R / 128) + E) · 128; ⌈n⌉ is n
 rounded up to a multiple of 128.
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from moegraph.ops import scaled_reference as reference
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
-from moegraph.ops.mx_format import BLOCK, mx_quantize
+from moegraph.ops.mx_format import BLOCK, check_mx_scales, mx_dequantize, mx_quantize
 from moegraph.ops.mx_mm import check_mx_product, uses_mx_kernels
 from moegraph.ops.mx_scales import TILE, num_tiles, swizzle_row_scales, zero_past
 
@@ -84,6 +86,49 @@ def _(
     return z, *_empty_quantized(rows, num_rows, two_f // 2, experts)
 
 
+@torch.library.custom_op("moegraph::mx_up_swiglu_saved", mutates_args=())
+def mx_up_swiglu_saved(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mx_up_swiglu_quantized`, with z as data [R, 2F] FP8 and plain scale [R, 2F/32]."""
+    if uses_mx_kernels(rows, weight.shape[1] // 2, weight.shape[2]):
+        from moegraph.kernels import mx_up_swiglu as kernel
+        from moegraph.kernels.activation import Activation
+
+        check_mx_product("mx_up_swiglu_saved", rows, row_scale, weight, weight_scale, offsets, True)
+        tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
+        activation = Activation(limit > 0, alpha, limit)
+        bias = None if bias is None else bias.contiguous()
+        return kernel.mx_up_swiglu_saved(*tensors, bias=bias, activation=activation)
+    arguments = (rows, row_scale, weight, weight_scale, offsets, bias, alpha, limit)
+    z, data, scale = mx_up_swiglu_quantized(*arguments)
+    return *mx_quantize(zero_past(z, offsets), -1), data, scale
+
+
+@mx_up_swiglu_saved.register_fake
+def _(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, (experts, two_f, _) = rows.shape[0], weight.shape
+    z = rows.new_empty(num_rows, two_f, dtype=_E4M3)
+    z_scale = rows.new_empty(num_rows, two_f // BLOCK, dtype=torch.uint8)
+    return z, z_scale, *_empty_quantized(rows, num_rows, two_f // 2, experts)
+
+
 @torch.library.custom_op("moegraph::mx_dgrad_swiglu_quantized", mutates_args=())
 def mx_dgrad_swiglu_quantized(
     grad: Tensor,
@@ -128,3 +173,53 @@ def _(
     rows, (experts, f, _) = z.shape[0], weight.shape
     plain = (torch.empty_like(z), z.new_empty(rows, f), row_weight.new_empty(rows))
     return *plain, *_empty_quantized(grad, rows, z.shape[1], experts)
+
+
+@torch.library.custom_op("moegraph::mx_dgrad_swiglu_saved", mutates_args=())
+def mx_dgrad_swiglu_saved(
+    grad: Tensor,
+    grad_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    z: Tensor,
+    z_scale: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `mx_dgrad_swiglu_quantized`, with z as data [R, 2F] FP8 and plain scale [R, 2F/32]. Raises ValueError for
+    another shape of that, too."""
+    check_mx_scales(z, z_scale)
+    if uses_mx_kernels(grad, weight.shape[1], weight.shape[2]):
+        from moegraph.kernels import mx_dgrad_swiglu as kernel
+        from moegraph.kernels.activation import Activation
+
+        check_mx_product("mx_dgrad_swiglu_saved", grad, grad_scale, weight, weight_scale, offsets, True)
+        tensors = (grad, grad_scale, weight, weight_scale, z, z_scale, row_weight, offsets)
+        activation = Activation(limit > 0, alpha, limit)
+        return kernel.mx_dgrad_swiglu_saved(*[t.contiguous() for t in tensors], activation=activation)
+    restored = mx_dequantize(z, z_scale)
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = mx_dgrad_swiglu_quantized(
+        grad, grad_scale, weight, weight_scale, restored, row_weight, offsets, alpha, limit
+    )
+    return result
+
+
+@mx_dgrad_swiglu_saved.register_fake
+def _(
+    grad: Tensor,
+    grad_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    z: Tensor,
+    z_scale: Tensor,
+    row_weight: Tensor,
+    offsets: Tensor,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_mx_scales(z, z_scale)
+    rows, (experts, f, _) = z.shape[0], weight.shape
+    dz, act = (z.new_empty(rows, width, dtype=torch.bfloat16) for width in (2 * f, f))
+    return dz, act, row_weight.new_empty(rows), *_empty_quantized(grad, rows, 2 * f, experts)

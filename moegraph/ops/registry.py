@@ -88,6 +88,7 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.mx_grouped_mm.default,
         _mg.mx_up_swiglu.default,
         _mg.mx_up_swiglu_quantized.default,
+        _mg.mx_up_swiglu_saved.default,
         _mg.fp8_grouped_mm.default,
         _mg.fp8_up_swiglu.default,
     }

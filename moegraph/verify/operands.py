@@ -20,8 +20,11 @@ from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
 from moegraph.ops import registry as registry  # registers the operators
 
-# What reads plain scales and does not say so. What else does not say it reads, or writes, swizzled ones, or is not MX.
-_PLAIN = frozenset({torch.ops.moegraph.mx_dequantize_rows.default})
+# Scales that are plain where an operator does not say how they lie: arguments by name, results by number. All others
+# are swizzled then, or not of MXFP8.
+_mg = torch.ops.moegraph
+_PLAIN_ARGUMENTS = {(_mg.mx_dequantize_rows.default, "scale"), (_mg.mx_dgrad_swiglu_saved.default, "z_scale")}
+_PLAIN_RESULTS = {(_mg.mx_up_swiglu_saved.default, 1)}
 
 
 def operands_with_their_scales(module: fx.GraphModule) -> Iterator[str]:
@@ -31,7 +34,7 @@ def operands_with_their_scales(module: fx.GraphModule) -> Iterator[str]:
         names = list(given)
         for data, scale in pairwise(names):
             if (scale == "scale" or scale.endswith("_scale")) and isinstance(given[scale], fx.Node):
-                problem = _problem(node, given[data], given[scale])
+                problem = _problem(node, scale, given[data], given[scale])
                 if problem:
                     yield f"{display_name(node)}: its {data} {problem}"
 
@@ -48,13 +51,14 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return given
 
 
-def _problem(product: fx.Node, data: fx.Node, scale: fx.Node) -> str:
+def _problem(product: fx.Node, name: str, data: fx.Node, scale: fx.Node) -> str:
     if data.op == scale.op == "placeholder":
         return ""
     made_by, index = _result(data)
     if made_by is None or _result(scale) != (made_by, index + 1):
         return f"is {display_name(data)} with {display_name(scale)}, which were not made together"
-    if _swizzled(product) != _swizzled(made_by):
+    reads_plain = (product.target, name) in _PLAIN_ARGUMENTS
+    if _swizzled(product, reads_plain) != _swizzled(made_by, (made_by.target, index + 1) in _PLAIN_RESULTS):
         return f"has scales in another layout than it reads: {display_name(made_by)}"
     given, rows = _arguments(product), len(data.meta["val"].shape) == 2
     if rows and "offsets" in given and _arguments(made_by).get("offsets") is not _offsets(given["offsets"]):
@@ -62,8 +66,8 @@ def _problem(product: fx.Node, data: fx.Node, scale: fx.Node) -> str:
     return ""
 
 
-def _swizzled(node: fx.Node) -> bool:
-    return bool(_arguments(node).get("swizzled", node.target not in _PLAIN))
+def _swizzled(node: fx.Node, plain: bool) -> bool:
+    return bool(_arguments(node).get("swizzled", not plain))
 
 
 def _offsets(node: Any) -> Any:

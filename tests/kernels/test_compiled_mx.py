@@ -43,6 +43,16 @@ def launch(name: str, bias: Tensor | None = None, activation: Activation = Activ
     if name == "up_swiglu, quantised":
         rest = (offsets, z, *empty_swizzled(act, R, F, E))
         return mx_up_swiglu_launch(*operands(2 * F, D), *rest, bias=bias, activation=activation, schedule=schedule)
+    saved, saved_scale = tensor(R, 2 * F, dtype=torch.float8_e4m3fn), tensor(R, F // 16, dtype=torch.uint8)
+    if name == "up_swiglu, saved":
+        rest = (offsets, saved, *empty_swizzled(act, R, F, E), saved_scale)
+        return mx_up_swiglu_launch(*operands(2 * F, D), *rest, bias=bias, activation=activation, schedule=schedule)
+    if name == "dgrad_swiglu, saved":
+        config = mx_config("dgrad_swiglu_saved", F, D)
+        parts = tensor(R, F // config.block_n, dtype=torch.float32)
+        options = {"dz_quantized": empty_swizzled(act, R, 2 * F, E), "config": config, "schedule": schedule}
+        rest = (saved, weight, offsets, z, act, parts)
+        return mx_dgrad_swiglu_launch(*operands(F, D), *rest, z_scale=saved_scale, **options)
     if name == "dgrad_swiglu, quantised":
         config = mx_config("dgrad_swiglu_quantized", F, D)
         parts = tensor(R, F // config.block_n, dtype=torch.float32)
@@ -57,10 +67,12 @@ def launch(name: str, bias: Tensor | None = None, activation: Activation = Activ
     return mx_grouped_mm_launch(*operands(D, k), offsets, tensor(R, D), row_weight=scaled, schedule=schedule)
 
 
+PLAIN = ["up_swiglu", "down", "up_dgrad", "dgrad_swiglu"]
+QUANTISING = [f"{name}, {how}" for name in ("up_swiglu", "dgrad_swiglu") for how in ("quantised", "saved")]
+
+
 @pytest.mark.parametrize("capability", [100, 103])
-@pytest.mark.parametrize(
-    "name", ["up_swiglu", "up_swiglu, quantised", "down", "up_dgrad", "dgrad_swiglu", "dgrad_swiglu, quantised"]
-)
+@pytest.mark.parametrize("name", PLAIN + QUANTISING)
 def test_a_product_uses_block_scaled_instructions_and_does_not_spill(name: str, capability: int) -> None:
     made = launch(name)
     report, built = compile_launch(made, capability), build(made, capability)
@@ -72,7 +84,7 @@ def test_a_product_uses_block_scaled_instructions_and_does_not_spill(name: str, 
     assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx
 
 
-@pytest.mark.parametrize("name", ["up_swiglu, quantised", "dgrad_swiglu, quantised"])
+@pytest.mark.parametrize("name", QUANTISING)
 def test_an_epilogue_that_quantises_rounds_by_the_chip_and_ignores_no_nan(name: str) -> None:
     ptx = build(launch(name), 100).asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
@@ -80,8 +92,9 @@ def test_an_epilogue_that_quantises_rounds_by_the_chip_and_ignores_no_nan(name: 
     assert not re.search(r"max\.f32", ptx)
 
 
-def test_bias_and_clamp_in_front_of_it_do_not_spill() -> None:
-    made = launch("up_swiglu, quantised", tensor(E, 2 * F), Activation(True, 1.702, 7.0))
+@pytest.mark.parametrize("name", ["up_swiglu, quantised", "up_swiglu, saved"])
+def test_bias_and_clamp_in_front_of_it_do_not_spill(name: str) -> None:
+    made = launch(name, tensor(E, 2 * F), Activation(True, 1.702, 7.0))
     assert compile_launch(made, 100).fits
 
 

@@ -43,6 +43,8 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         "mx_grouped_mm": (*mx_quantised(x), *mx_quantised(down_t), offsets, bias, row_weight),
         "mx_up_swiglu": (*mx_quantised(x), *mx_quantised(up), offsets),
         "mx_up_swiglu_quantized": (*swizzled(x), *swizzled(up), offsets),
+        "mx_up_swiglu_saved": (*swizzled(x), *swizzled(up), offsets),
+        "mx_dgrad_swiglu_saved": (*swizzled(x), *swizzled(down_t), *ops.mx_quantize(z), row_weight, offsets),
         "mx_dgrad_swiglu_quantized": (*swizzled(x), *swizzled(down_t), z, row_weight, offsets),
         "mx_dgrad_swiglu": (*mx_quantised(x), *mx_quantised(down_t), z, row_weight, offsets),
     }

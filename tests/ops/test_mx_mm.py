@@ -87,6 +87,20 @@ def test_results_in_mxfp8_are_those_of_quantising_the_others(case: Ragged, alpha
     assert all(map(torch.equal, bits(mx_quantized_mm.mx_dgrad_swiglu_quantized(*tensors)), bits(want)))
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("alpha", "limit"), [(0.0, 0.0), (1.7, 0.8)])
+def test_a_saved_pre_activation_is_quantised_and_restored(case: Ragged, alpha: float, limit: float) -> None:
+    f, real = 160, case.rows - case.tail
+    p, _ = operands(case, "swizzled", 2 * f)
+    z, *act = mx_quantized_mm.mx_up_swiglu_quantized(*p, None, alpha, limit)
+    saved = ops.mx_quantize_rows(z, case.offsets)
+    assert all(map(torch.equal, bits(mx_quantized_mm.mx_up_swiglu_saved(*p, None, alpha, limit)), bits((*saved, *act))))
+    p, _ = operands(case, "swizzled", f)
+    rest = (poisoned(torch.rand(case.rows), real), case.offsets, alpha, limit)
+    want = mx_quantized_mm.mx_dgrad_swiglu_quantized(*p[:4], ops.mx_dequantize_rows(*saved), *rest)
+    assert all(map(torch.equal, bits(mx_quantized_mm.mx_dgrad_swiglu_saved(*p[:4], *saved, *rest)), bits(want)))
+
+
 def test_results_that_are_not_whole_blocks_are_refused() -> None:
     case = ragged((3, 5))
     p, _ = operands(case, "swizzled", 2 * 48)

@@ -40,6 +40,7 @@ STEPS = {
     "mxfp8": (MX,),
     "mxfp8, fused": (MX, FUSED),
     "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
+    "mxfp8, fused, saved": (MX, FUSED, "precision.mxfp8.saved='on'"),
     "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
 }
 
@@ -131,6 +132,21 @@ def test_a_quantiser_in_backward_of_a_forward_activation_stays() -> None:
     )
     facts(quantise)["direction"] = "backward"
     assert "runs in the other direction" in apply(plant).note
+
+
+def test_what_is_saved_and_read_in_16_bits_too_is_quantised_by_a_node() -> None:
+    spec = small_spec(*BF16, MX, FUSED, "precision.mxfp8.saved='on'")
+    plant = Rewriter(compile_once(spec).record("save-mxfp8").program.units["moe"].graphs["joint"], "planted")
+    z = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[2] is False).args[0]
+    other = plant.call_before(z.next, "other", torch.ops.aten.clone.default, z)
+    facts(other).update(layer=facts(z)["layer"], direction="forward")
+    plant.set_output("metric", "other", other)
+    result = apply(plant)
+    assert "is read in 16 bits too" in result.note
+    have = targets(result.unit.graphs["joint"])
+    assert "mx_up_swiglu_quantized" in have
+    assert "mx_dgrad_swiglu_saved" in have
+    assert have.count("mx_quantize_rows") == 5  # weights, both ways round, and what is saved
 
 
 def test_selective_recompute_repeats_no_product_in_8_bits() -> None:

@@ -44,6 +44,18 @@ def test_the_pre_activation_is_kept_in_mxfp8_and_in_nothing_else(case: str) -> N
     assert saved[0] - saved[1] == rows * width * (2 - 1 - 1 / 32)
 
 
+def test_products_in_mxfp8_write_and_read_it_themselves() -> None:
+    unit, separate = experts(MX, SAVED), experts(MX, SAVED, "passes.fold-casts.enabled=false")
+    graphs = [each.graphs[name].graph for each in (unit, separate) for name in ("forward", "backward")]
+    found = [[str(node.target) for node in graph.nodes] for graph in graphs]
+    assert "moegraph.mx_up_swiglu_saved.default" in found[0]
+    assert "moegraph.mx_dgrad_swiglu_saved.default" in found[1]
+    assert "moegraph.mx_dequantize_rows.default" not in found[1]
+    assert "moegraph.mx_quantize_rows.default" in found[2]
+    assert "moegraph.mx_dequantize_rows.default" in found[3]
+    assert kept(unit) == kept(separate)
+
+
 @pytest.mark.parametrize(
     "case", ["mxfp8", *(pytest.param(c, marks=pytest.mark.slow) for c in ("bf16 products", "fp8"))]
 )
@@ -68,6 +80,9 @@ def test_verify_proves_it_and_sees_a_planted_fault(case: str) -> None:
     assert row.output_difference == 0
     assert 0 < row.gradient_difference < row.tolerance
     assert "gradient of moe.w_up" in row.note
+    for folded in (row for row in report.rows if row.name == "fold-casts"):
+        assert folded.ok, folded
+        assert (folded.tier, folded.output_difference, folded.gradient_difference) == ("exact", 0, 0)
 
 
 def test_a_layer_that_computes_it_again_keeps_none() -> None:

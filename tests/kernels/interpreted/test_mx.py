@@ -21,6 +21,7 @@ from moegraph.kernels import mx_dgrad_swiglu, mx_rows_gemm, mx_up_swiglu
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
+from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.quantize_cases import mismatch, mx_ragged
@@ -160,3 +161,29 @@ def test_a_gradient_is_quantised_as_it_is_stored(sizes: tuple[int, ...], f: int,
     want, want_scale, *_ = mx_ragged(dz, case.offsets, True)
     same(data, want, "data")
     same(scale, want_scale, "scale")
+
+
+def test_a_pre_activation_is_saved_as_it_would_have_been_stored() -> None:
+    case = ragged((0, 1, 130), 9)
+    p, _ = operands(case, 160, 512)
+    options: dict[str, Any] = {"bias": torch.randn(3, 512).bfloat16(), "activation": ACTIVATIONS["clamped"]}
+    options["config"] = replace(SMALL, block_n=256, parts=2)
+    z, *act = mx_up_swiglu.mx_up_swiglu_quantized(*p.values(), **options)
+    have = mx_up_swiglu.mx_up_swiglu_saved(*p.values(), **options)
+    for what, a, b in zip(("z", "its scale", "data", "scale"), have, (*mx_quantize(z), *act), strict=True):
+        same(a, b, what)
+
+
+@pytest.mark.parametrize(("sizes", "kind"), [((0, 1, 130), "4"), ((1, 3), "separate")])
+def test_a_saved_pre_activation_gives_the_gradients_of_the_restored_one(sizes: tuple[int, ...], kind: str) -> None:
+    case, f = ragged(sizes, 9), 256
+    (p, _), real = operands(case, 160, f), case.rows - case.tail
+    config = replace(SMALL, separate=True) if kind == "separate" else replace(SMALL, parts=int(kind))
+    z, row_weight = mx_quantize(torch.randn(case.rows, 2 * f)), torch.rand(case.rows)
+    rest = (poisoned(row_weight, real), case.offsets)
+    products = list(p.values())[:4]
+    want = mx_dgrad_swiglu.mx_dgrad_swiglu_quantized(*products, mx_dequantize(*z), *rest, config=config)
+    saved = (poisoned(z[0], real), poisoned(z[1], real))
+    have = mx_dgrad_swiglu.mx_dgrad_swiglu_saved(*products, *saved, *rest, config=config)
+    for what, a, b in zip(("dz", "act", "ds", "data", "scale"), have, want, strict=True):
+        same(a, b, what)
