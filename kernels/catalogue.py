@@ -15,8 +15,10 @@ from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
+from moegraph.kernels.mx_dequantize import mx_dequantize_launch
 from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
 from moegraph.kernels.padded_offsets import padded_offsets_launch
+from moegraph.kernels.permute_quantize import fp8_permute_quantize_launch, mx_permute_quantize_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.signals import ARRIVED, FREE, signal_launch, wait_launch
@@ -121,7 +123,8 @@ def cross_entropy_launches(
 def quantize_launches(
     *, rows: int, columns: int, num_experts: int, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[tuple[str, Launch]]:
-    """(name, launch) of what quantises ragged rows [R, K] and weights [E, K, K], on meta tensors."""
+    """(name, launch) of what quantises ragged rows [R, K], tokens on their way to them, and weights [E, K, K], on
+    meta tensors."""
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -140,8 +143,23 @@ def quantize_launches(
             yield f"mx_{suffix}", mx_quantize_launch(x, out, offsets, schedule, swizzled=swizzled)
             out = empty_quantized(weight, 0, **asked)
             yield f"mx_weight_{suffix}", mx_quantize_launch(weight, out, None, None, swizzled=swizzled)
+    plain = empty_quantized(x, 0, rows=True, columns=False, swizzled=False)
+    assert plain.row_data is not None
+    assert plain.row_scale is not None
+    yield (
+        "dequantize",
+        mx_dequantize_launch(plain.row_data, plain.row_scale, tensor(rows, columns, kind=torch.bfloat16)),
+    )
     data, scale = tensor(rows, columns, kind=torch.float8_e4m3fn), tensor(rows, kind=torch.float32)
     yield "fp8_rows", fp8_rows_launch(x, offsets, data, scale)
+    top_k = 8 if rows % 8 == 0 else 1
+    moved = (tensor(rows // top_k, columns), index(rows), offsets, data)
+    yield "fp8_permute", fp8_permute_quantize_launch(*moved, scale, top_k)
+    for swizzled in (False, True):
+        row_scale = empty_quantized(x, num_experts, rows=True, columns=False, swizzled=swizzled).row_scale
+        assert row_scale is not None
+        name = f"mx_permute{'_swizzled' * swizzled}"
+        yield name, mx_permute_quantize_launch(*moved, row_scale, top_k, swizzled=swizzled)
     padded = (-(-rows // 128) + num_experts) * 128
     data, scale = tensor(columns, padded, kind=torch.float8_e4m3fn), tensor(num_experts, columns, kind=torch.float32)
     amax = index(num_experts, columns)

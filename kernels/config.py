@@ -119,7 +119,10 @@ def mx_config(kernel: str, n: int, k: int) -> Config:
     wide = _fit(n, 256 if kernel != "up_swiglu" else 128, 128)
     if kernel == "up_swiglu":
         return Config(block_n=2 * wide, block_k=128, num_stages=3, parts=2)
-    return Config(block_n=wide, block_k=128, num_stages=3, parts=wide // 64 if kernel == "dgrad_swiglu" else 2)
+    if kernel == "dgrad_swiglu_saved":  # wider tiles spill, and so do, below, wider slices
+        return Config(block_n=128, block_k=128, num_stages=4, parts=4)
+    slices = {"dgrad_swiglu": wide // 64, "dgrad_swiglu_quantized": wide // 32}
+    return Config(block_n=wide, block_k=128, num_stages=3, parts=slices.get(kernel, 2))
 
 
 def rule_reason(dtype: torch.dtype, capability: int | None) -> str:

@@ -89,7 +89,7 @@ def dgrad_swiglu_kernel(
         r = first + tl.arange(0, BLOCK_M)
         s = tl.load(scale_ptr + r, mask=r < last, other=0.0)[:, None]
         c = pn * BLOCK_N
-        rows, tensors = (first, last, last), (z_desc, dz_desc, act_desc)
+        rows, tensors = (first, last), (z_desc, dz_desc, act_desc)
         ds = gradient_epilogue(acc, s, c, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 

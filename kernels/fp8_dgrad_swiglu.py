@@ -89,7 +89,7 @@ def fp8_dgrad_swiglu_kernel(
         by_column = tl.load(weight_scale_ptr + e * F + c, mask=c < F, other=0.0)
         acc = acc * by_row[:, None] * by_column[None, :]
         s = tl.load(row_weight_ptr + r, mask=r < last, other=0.0)[:, None]
-        rows, tensors = (first, last, last), (z_desc, dz_desc, act_desc)
+        rows, tensors = (first, last), (z_desc, dz_desc, act_desc)
         ds = gradient_epilogue(acc, s, pn * BLOCK_N, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 

@@ -94,7 +94,7 @@ def fp8_up_swiglu_kernel(
         by_column = tl.load(weight_scale_ptr + at, mask=col < F, other=0.0)
         acc = acc * by_row[:, None] * by_column[None, :]
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
-        rows, tensors = (first, last, last, bias_ptr + e * 2 * F), (z_desc, act_desc)
+        rows, tensors = (first, last, bias_ptr + e * 2 * F), (z_desc, act_desc)
         if QUANTISE:
             scale = up_epilogue_fp8(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, F, BIAS, CLAMPED, ALPHA, LIMIT)
             tl.store(act_scale_ptr + pn * num_rows + r, scale, mask=r < last)

@@ -15,6 +15,56 @@ from moegraph.kernels.launch import load_half, store_half, store_rows
 
 
 @triton.jit
+def gradients_of(
+    acc,
+    s,
+    gate,
+    up,
+    col,
+    rows,
+    tensors,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The epilogue of COLS columns of which gate and up are given, fp32; returns dz of both as stored, and the columns'
+    part of ds [ROWS]."""
+    first, last = rows
+    _, dz_desc, act_desc = tensors
+    act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
+    ds = tl.sum(acc * act, 1)
+    store_rows(act_desc, first, last, col, (act * s).to(act_desc.dtype), ROWS, COLS)
+    da = acc * s
+    by_up = (da * by_up).to(dz_desc.dtype)
+    store_half(dz_desc, first, last, 1, col, by_up, ROWS, COLS)
+    by_gate = (da * by_gate).to(dz_desc.dtype)
+    store_half(dz_desc, first, last, 0, col, by_gate, ROWS, COLS)
+    return by_gate, by_up, ds
+
+
+@triton.jit
+def gradients(
+    acc,
+    s,
+    col,
+    rows,
+    tensors,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """`gradients_of` the pre-activation in tensors[0]."""
+    first, last = rows
+    gate = load_half(tensors[0], first, last, 0, col, ROWS, COLS).to(tl.float32)
+    up = load_half(tensors[0], first, last, 1, col, ROWS, COLS).to(tl.float32)
+    return gradients_of(acc, s, gate, up, col, rows, tensors, ROWS, COLS, CLAMPED, ALPHA, LIMIT)
+
+
+@triton.jit
 def _slice(
     acc,
     s,
@@ -28,16 +78,7 @@ def _slice(
     LIMIT: tl.constexpr,
 ):
     """The epilogue of COLS columns; returns their part of ds [ROWS]."""
-    first, last, live = rows
-    z_desc, dz_desc, act_desc = tensors
-    gate = load_half(z_desc, first, live, 0, col, ROWS, COLS).to(tl.float32)
-    up = load_half(z_desc, first, live, 1, col, ROWS, COLS).to(tl.float32)
-    act, by_gate, by_up = gated_slopes(gate, up, CLAMPED, ALPHA, LIMIT)
-    ds = tl.sum(acc * act, 1)
-    store_rows(act_desc, first, last, col, (act * s).to(act_desc.dtype), ROWS, COLS)
-    da = acc * s
-    store_half(dz_desc, first, last, 1, col, (da * by_up).to(dz_desc.dtype), ROWS, COLS)
-    store_half(dz_desc, first, last, 0, col, (da * by_gate).to(dz_desc.dtype), ROWS, COLS)
+    _, _, ds = gradients(acc, s, col, rows, tensors, ROWS, COLS, CLAMPED, ALPHA, LIMIT)
     return ds
 
 
@@ -55,7 +96,7 @@ def gradient_epilogue(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """acc [ROWS, COLS] fp32, s [ROWS, 1] fp32; rows (first, last, live), tensors (z, dz, activation), columns from
+    """acc [ROWS, COLS] fp32, s [ROWS, 1] fp32; rows (first, last), tensors (z, dz, activation), columns from
     `col` → ds [ROWS] of these columns. PARTS is 1, 2 or 4."""
     PART: tl.constexpr = COLS // PARTS
     if PARTS == 1:

@@ -168,6 +168,12 @@ def empty_quantized(x: Tensor, num_experts: int, *, rows: bool, columns: bool, s
     return Quantized(row_data, row_scale, column_data, column_scale)
 
 
+def empty_swizzled(like: Tensor, rows: int, columns: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(data [R, K] unwritten, swizzled scales of zeros) for kernels that write the scales of rows that exist only."""
+    scale = like.new_zeros((-(-rows // _TILE) + num_experts) * _TILE, _up(columns, 128) // 32, dtype=torch.uint8)
+    return like.new_empty(rows, columns, dtype=torch.float8_e4m3fn), scale
+
+
 def mx_quantize_launch(
     x: Tensor,
     out: Quantized,

@@ -28,7 +28,7 @@ from moegraph.kernels.launch import (
     tile_constants,
     tile_of,
 )
-from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
+from moegraph.kernels.mx_scales import load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.zero_tail import zero_tail
 
@@ -46,7 +46,6 @@ def mx_rows_gemm_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -68,23 +67,20 @@ def mx_rows_gemm_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
-        block = tl.where(e < E, pm, NOWHERE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
-            b = weight_desc.load([which, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
-            sa = load_scales(row_scale_desc, 0, block, k, BLOCK_M, BLOCK_K)
-            sb = load_scales(weight_scale_desc, which, pn * (BLOCK_N // 128), k, BLOCK_N, BLOCK_K)
+            a = load_rows(rows_desc, first, last, k, BLOCK_M, BLOCK_K)
+            b = weight_desc.load([e, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+            sa = load_scales(row_scale_desc, 0, pm, k, BLOCK_M, BLOCK_K)
+            sb = load_scales(weight_scale_desc, e, pn * (BLOCK_N // 128), k, BLOCK_N, BLOCK_K)
             acc = tl.dot_scaled(a, sa, "e4m3", b, sb, "e4m3", acc)
         r = first + tl.arange(0, BLOCK_M)
         c = pn * BLOCK_N + tl.arange(0, BLOCK_N)
         if BIAS:
-            bias = tl.load(bias_ptr + which * N + c, mask=(c < N) & (e < E), other=0.0)
+            bias = tl.load(bias_ptr + e * N + c, mask=c < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         if WEIGHTED:
-            acc = acc * tl.load(row_weight_ptr + r, mask=r < live, other=0.0)[:, None]
+            acc = acc * tl.load(row_weight_ptr + r, mask=r < last, other=0.0)[:, None]
         col = pn * BLOCK_N
         if PARTS == 1:
             store_rows(out_desc, first, last, col, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
@@ -109,7 +105,7 @@ def mx_grouped_mm_launch(
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `out` [R, N]; `bias` [E, N] bf16, `row_weight` [R] fp32."""
-    num_experts, n, k = weight.shape
+    _, n, k = weight.shape
     c = config or mx_config("grouped_mm", n, k)
     schedule = schedule or tile_schedule(offsets, rows.shape[0], c.block_m)
     programs = persistent_programs(rows.device)
@@ -124,7 +120,6 @@ def mx_grouped_mm_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "N": n,
         "K": k,
         **tile_constants(c, programs, rows.dtype),

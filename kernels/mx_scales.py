@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NOWHERE = tl.constexpr(1 << 24)  # a block past the end, loaded as zeros: of rows that do not exist, scales may be NaN
-
 
 def scales_descriptor(scale: Tensor, rows: int, block_k: int) -> TensorDescriptor:
     """A descriptor of swizzled scales [.., 128 · B, 4 · C] that loads those of `rows` rows and block_k columns."""

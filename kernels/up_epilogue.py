@@ -14,7 +14,18 @@ from moegraph.kernels.launch import store_half, store_rows
 
 
 @triton.jit
-def _activated(
+def with_bias(gate, up, col, rows, COLS: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr):
+    """Accumulators of columns from `col`, with the bias of the rows' expert where there is one."""
+    _, _, bias_ptr = rows
+    if BIAS:
+        c = col + tl.arange(0, COLS)
+        gate += tl.load(bias_ptr + c, mask=c < F, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + F + c, mask=c < F, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
+def activated(
     gate,
     up,
     col,
@@ -29,13 +40,9 @@ def _activated(
     LIMIT: tl.constexpr,
 ):
     """Writes z; returns the activation in fp32."""
-    first, last, live, bias_ptr = rows
+    first, last, _ = rows
     z_desc, _ = tensors
-    if BIAS:
-        c = col + tl.arange(0, COLS)
-        real = (c < F) & (live > first)
-        gate += tl.load(bias_ptr + c, mask=real, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + F + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    gate, up = with_bias(gate, up, col, rows, COLS, F, BIAS)
     gate = gate.to(z_desc.dtype)
     up = up.to(z_desc.dtype)
     store_half(z_desc, first, last, 0, col, gate, ROWS, COLS)
@@ -59,8 +66,8 @@ def _slice(
     LIMIT: tl.constexpr,
 ):
     """The epilogue of COLS columns of the activation."""
-    first, last, _, _ = rows
-    act = _activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+    first, last, _ = rows
+    act = activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
     store_rows(tensors[1], first, last, col, act.to(tensors[1].dtype), ROWS, COLS)
 
 
@@ -80,7 +87,7 @@ def up_epilogue(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """gate and up [ROWS, COLS] fp32 of columns from `col`; rows (first, last, live, the expert's bias), tensors
+    """gate and up [ROWS, COLS] fp32 of columns from `col`; rows (first, last, the expert's bias), tensors
     (z, activation). PARTS is 1 or 2."""
     PART: tl.constexpr = COLS // PARTS
     if PARTS == 1:
@@ -108,8 +115,8 @@ def up_epilogue_fp8(
     LIMIT: tl.constexpr,
 ):
     """`up_epilogue` that writes the activation in FP8, and returns the scales [ROWS] of its rows in these columns."""
-    first, last, _, _ = rows
-    act = _activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
+    first, last, _ = rows
+    act = activated(gate, up, col, rows, tensors, ROWS, COLS, F, BIAS, CLAMPED, ALPHA, LIMIT)
     largest = tl.max(tl.abs(act), 1)
     inverse = tl.minimum(448.0 / largest, 3.4028234e38)  # the largest fp32 for a block of zeros
     data = tl.clamp(act * inverse[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

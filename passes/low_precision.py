@@ -72,7 +72,7 @@ class Caster:
 
     def call(self, at: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         """A call before `at`, credited to the same layer node."""
-        new = self.rewriter.call_before(at, f"{_prefix(at)}{what}", target, *args)
+        new = self.rewriter.call_before(at, f"{prefix_of(at)}{what}", target, *args)
         facts(new).update(layer=facts(at)["layer"], direction=facts(at)["direction"])
         return new
 
@@ -131,7 +131,8 @@ def _described(node: fx.Node) -> Product:
     return Product(node, "input gradient", k, n, args[0].shape[0], experts, min(n, k))
 
 
-def _prefix(node: fx.Node) -> str:
+def prefix_of(node: fx.Node) -> str:
+    """How the names of nodes begin that are made next to this one: `moe.experts/`, or `moe.experts/grad.`."""
     head, _, tail = display_name(node).partition("/")
     return f"{head}/grad." if tail.startswith("grad.") else f"{head}/"
 

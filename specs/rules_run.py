@@ -114,6 +114,30 @@ def low_precision_fits(spec: Spec, report: Report) -> None:
         report.add("precision.fp8_wgrad", "has no effect with precision.fp8 off", fix="add precision.fp8=rowwise")
 
 
+def saved_in_mxfp8_fits(spec: Spec, report: Report) -> None:
+    """Fused experts keep their pre-activation, unless it is computed again; it is quantised from bf16, in blocks."""
+    if spec.precision.mxfp8.saved == "off":
+        return
+    path, moe, passes = "precision.mxfp8.saved", spec.model.moe, spec.passes
+    if spec.precision.compute != "bf16":
+        message = f"needs compute bf16, and precision.compute is {spec.precision.compute}"
+        report.add(path, message, allowed="off", fix="add precision.compute=bf16, or use off")
+    if moe is None:
+        report.add(path, "has no effect in a model without experts", allowed="off")
+    elif not passes.fuse_experts.enabled:
+        message = "is for experts that are one operator, which keep nothing else"
+        report.add(path, message, fix="add passes.fuse-experts.enabled=true, or use off")
+    elif moe.d_ff % 16:
+        message = f"needs whole blocks of 32, and a pre-activation has 2 · {moe.d_ff}"
+        report.add(path, message, allowed="off")
+    if passes.fuse_experts.recompute:
+        message = "has no effect with passes.fuse-experts.recompute, which keeps no pre-activation"
+        report.add(path, message, allowed="off")
+    if passes.recompute.policy == "full" and passes.recompute.layers == "all":
+        message = "has no effect with passes.recompute.policy full, which keeps no pre-activation"
+        report.add(path, message, allowed="off")
+
+
 def recompute_has_effect(spec: Spec, report: Report) -> None:
     """Layers of a recompute policy that saves everything are a mistake."""
     recompute = spec.passes.recompute
@@ -215,6 +239,7 @@ RULES: tuple[Rule, ...] = (
     fused_recompute_has_effect,
     overlap_has_effect,
     low_precision_fits,
+    saved_in_mxfp8_fits,
     recompute_has_effect,
     checkpoints_have_effect,
     skips_have_effect,

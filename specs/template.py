@@ -89,7 +89,12 @@ layout:                                # world = dp · pp ranks
 
 precision:
   compute: bf16                        # bf16 | fp32 | fp64; master weights are fp32, or fp64
-  mxfp8: {experts: off, shared: off, attention: off, dispatch: off}   # experts: on | auto, for Blackwell
+  mxfp8:
+    experts: off                       # on | auto: products of experts in 8 bits, for Blackwell
+    saved: off                         # on: fused experts keep half as much for backward
+    shared: off
+    attention: off
+    dispatch: off
   fp8: off                             # or rowwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 
@@ -99,6 +104,7 @@ passes:
   fuse-experts:                        # the experts as one operator: less is kept for backward, Triton on a GPU
     enabled: false
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
+  fold-casts: {enabled: true}          # 8-bit operands are written by what makes them
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   overlap-communication: {mode: off, chunks: null}   # off | on | auto: other work while tokens travel; 2: in halves
   accumulate-gradients: {enabled: true}   # products add the gradients of experts' weights to their buffers

@@ -1,11 +1,13 @@
 """The block with experts in FP8, as a plain composition of operators, to be timed beside the one in bf16.
 
-    quantise x (before the gather), gather its bytes and scales, up projection + SwiGLU
+    x quantised and gathered in one kernel, up projection + SwiGLU
     quantise a, down projection, router weight, combine
-    quantise the output's gradient (before the gather), gather, gradient through down projection and SwiGLU
+    the output's gradient quantised and gathered, gradient through down projection and SwiGLU
     quantise dz, gradient through the up projection, combine
     weight gradients: in bf16 from gathered bf16 rows (`Fp8`), or of four operands quantised along the experts'
     columns, transposed (`Fp8Wgrad`): their scales need rows in expert order, so those are gathered in bf16 as well
+
+This is the graph that `cast-fp8` and `fold-casts` make of fused experts.
 
 Weights are quantised when the block is set up, as an optimizer would once per step, both along the contraction of the
 forward product and along that of the input gradient. Nothing is compiled by torch. FP8 as in `ops.fp8_format`.
@@ -48,12 +50,6 @@ def quantize_weights(w_up: Tensor, w_down: Tensor) -> Weights:
     return Weights(*[ops.fp8_quantize_rows(weight) for weight in wanted])
 
 
-def gather_fp8(data: Tensor, scale: Tensor, metadata: Metadata, top_k: int) -> tuple[Tensor, Tensor]:
-    """data [T, D] FP8, scale [T] → [R, D] FP8 and [R], by token of each row. Two bytes move as one bf16; D is even."""
-    rows: Tensor = permute_rows(data.view(torch.bfloat16), *metadata, top_k).view(data.dtype)
-    return rows, scale.index_select(0, torch.div(metadata[0], top_k, rounding_mode="floor"))
-
-
 class _Experts(torch.autograd.Function):
     """Quantise, gather, experts and combine, with gradients of x, row_weight and both weights."""
 
@@ -70,7 +66,7 @@ class _Experts(torch.autograd.Function):
         fp8_wgrad: bool,
     ) -> Tensor:
         offsets = metadata[2]
-        rows = gather_fp8(*ops.fp8_quantize_rows(x), metadata, top_k)
+        rows = ops.fp8_permute_quantize(x, *metadata, top_k=top_k)
         z, act = scaled_mm.fp8_up_swiglu(*rows, *weights.up, offsets)
         y = scaled_mm.fp8_grouped_mm(
             *ops.fp8_quantize_rows(act, offsets), *weights.down, offsets, row_weight=row_weight
@@ -85,7 +81,7 @@ class _Experts(torch.autograd.Function):
         x, row_weight, z, *rest = ctx.saved_tensors
         metadata: Metadata = (rest[0], rest[1], rest[2])
         offsets, grad = metadata[2], grads[0].contiguous()
-        rows = gather_fp8(*ops.fp8_quantize_rows(grad), metadata, ctx.top_k)
+        rows = ops.fp8_permute_quantize(grad, *metadata, top_k=ctx.top_k)
         dz, scaled, d_weight = scaled_mm.fp8_dgrad_swiglu(*rows, *ctx.weights.down_t, z, row_weight, offsets)
         dx = scaled_mm.fp8_grouped_mm(*ops.fp8_quantize_rows(dz, offsets), *ctx.weights.up_t, offsets)
         dx = sum_rows(dx, *metadata, ctx.top_k)
@@ -116,10 +112,10 @@ def fp8_layer(
     """x [T, D] bf16, logits [T, E] fp32, and `weights` of w_up [E, 2F, D], w_down [E, D, F] bf16 → [T, D] bf16.
 
     `weights` is what is multiplied; w_up and w_down are there to get the gradients. `fp8_wgrad`: weight gradients in
-    FP8. Raises ValueError for a dtype other than bf16 and an odd D.
+    FP8. Raises ValueError for a dtype other than bf16.
     """
-    if x.dtype != torch.bfloat16 or x.shape[1] % 2:
-        raise ValueError(f"fp8_layer: x must be bf16 with an even width, got {list(x.shape)} of {x.dtype}")
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"fp8_layer: x must be bf16, got {x.dtype}")
     weight, ids = ops.route(logits, None, score="none", top_k=top_k, weight_from="softmax_selected")
     metadata = ops.sort_by_expert(ids, w_up.shape[0])
     row_weight = ops.gather_weights(weight, *metadata)
@@ -149,21 +145,19 @@ class Fp8(Block):
 
     def casts(self, inputs: Inputs) -> dict[str, Callable[[int], Any]]:
         """What quantises activations and gradients in one pass and does nothing else, by pass, on random numbers; of
-        the inputs' routing. Weights are not counted."""
+        the inputs' routing. Weights are not counted, nor is what is quantised on its way to the experts."""
         (experts, two_f, d_model), top_k = self.params[0].shape, self.top_k
         with torch.no_grad():
             _, ids = ops.route(inputs.logits, None, score="none", top_k=top_k, weight_from="softmax_selected")
             offsets = ops.sort_by_expert(ids, experts)[2]
-        x, rows = inputs.x.detach(), inputs.x.shape[0] * top_k
+        x, rows = inputs.x, inputs.x.shape[0] * top_k
         act, dz, wide = (torch.randn(rows, n, device=x.device, dtype=x.dtype) for n in (two_f // 2, two_f, d_model))
 
         def forward(_: int) -> None:
-            ops.fp8_quantize_rows(x)
             ops.fp8_quantize_rows(act, offsets)
 
         def forward_backward(count: int) -> None:
             forward(count)
-            ops.fp8_quantize_rows(inputs.grad)
             ops.fp8_quantize_rows(dz, offsets)
             for each in (wide, act, dz, wide) if self.fp8_wgrad else ():
                 ops.fp8_quantize_columns_t(each, offsets)

@@ -27,7 +27,7 @@ def compile_layer(shapes: Mapping[str, Shape], arch: str, *, as_json: bool) -> i
         for n, k in ((f, d), (d, f), (d, 2 * f)):
             if mx_backend(n, k, card)[0] != "triton":
                 raise UsageError(f"preset {preset}: {mx_backend(n, k, card)[1]}, so no MX kernel takes it")
-        sizes = {"rows": shape.rows, "d_model": d, "d_ff": f, "num_experts": shape.experts}
+        sizes = {"tokens": shape.tokens, "top_k": shape.top_k, "d_model": d, "d_ff": f, "num_experts": shape.experts}
         say(f"preset {preset}, {arch}")
         found[preset] = {name: compile_launch(launch, card.capability) for name, launch in mx_layer_launches(**sizes)}
     if as_json:

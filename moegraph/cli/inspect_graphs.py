@@ -14,7 +14,7 @@ from moegraph.compiled import Compiled
 from moegraph.errors import UsageError
 from moegraph.graph.diff import count_operators, diff_json, diff_lines, diff_programs, operators_text
 from moegraph.graph.instances import blocks_text, expanded
-from moegraph.graph.program import Instance
+from moegraph.graph.program import Instance, saved_bytes
 from moegraph.graph.text import graph_json, graph_text
 from moegraph.passes.balance_losses import BalanceLosses, definition
 from moegraph.passes.pipeline import PassRecord
@@ -80,7 +80,7 @@ def print_graphs(compiled: Compiled, after: str | None, selection: Selection, *,
 
 
 def print_statistics(compiled: Compiled, after: str | None, selection: Selection, *, as_json: bool) -> None:
-    """Sizes: nodes and operators per graph."""
+    """Sizes: nodes and operators per graph, and what it keeps for backward."""
     record = _record(compiled, after, selection)
     rows = []
     for view in _views(record, compiled, selection):
@@ -95,14 +95,20 @@ def print_statistics(compiled: Compiled, after: str | None, selection: Selection
                 "graph": v.graph,
                 "nodes": o.total(),
                 "operators": dict(o),
+                "saved_bytes": saved_bytes(v.module),
             }
             for v, o in rows
         ]
         print_json({"after": record.name, "level": record.level, "graphs": graphs})
         return
     print(f"after {record.name} ({record.level} graphs)")
-    table = [[v.block, v.graph, v.instances, o.total(), operators_text(o)] for v, o in rows]
-    print_table(["block", "graph", "instances", ">nodes", "operators"], table)
+    table = [[v.block, v.graph, v.instances, o.total(), _mib(v.module), operators_text(o)] for v, o in rows]
+    print_table(["block", "graph", "instances", ">nodes", ">saved MiB", "operators"], table)
+
+
+def _mib(module: fx.GraphModule) -> str:
+    size = saved_bytes(module)
+    return f"{size / 2**20:.2f}" if size else "–"
 
 
 def print_difference(compiled: Compiled, name: str, selection: Selection, *, full: bool, as_json: bool) -> None:

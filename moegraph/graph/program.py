@@ -59,6 +59,12 @@ def results(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     return tuple(nodes)
 
 
+def saved_bytes(module: fx.GraphModule) -> int:
+    """Bytes that one run of a step graph hands to backward, beyond parameters and block inputs."""
+    kept = [node for port, node in zip(ports(module, "outputs"), results(module), strict=True) if port.role == "saved"]
+    return sum(node.meta["val"].nbytes for node in kept)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A trained parameter or a buffer of the whole model.

@@ -55,8 +55,10 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
+from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
+    mx_dequantize_rows,
     mx_quantize_both,
     mx_quantize_columns,
     mx_quantize_ragged_both,
@@ -64,7 +66,15 @@ from moegraph.ops.quantize import (
     mx_quantize_rows,
 )
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
-from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.registry import (
+    ACCUMULATIONS,
+    COMMUNICATION,
+    NEVER_RECOMPUTE,
+    OPERATORS,
+    SCALED_PRODUCTS,
+    WEIGHT_GRADIENTS,
+    Facts,
+)
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
@@ -75,6 +85,7 @@ __all__ = [
     "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
     "OPERATORS",
+    "SCALED_PRODUCTS",
     "WEIGHT_GRADIENTS",
     "Facts",
     "add",
@@ -111,6 +122,7 @@ __all__ = [
     "expert_ffn_dgrad",
     "expert_scores",
     "flops",
+    "fp8_permute_quantize",
     "fp8_quantize_columns_t",
     "fp8_quantize_rows",
     "gather_weights",
@@ -124,6 +136,8 @@ __all__ = [
     "linear",
     "merge_heads",
     "mx_dequantize",
+    "mx_dequantize_rows",
+    "mx_permute_quantize",
     "mx_quantize",
     "mx_quantize_both",
     "mx_quantize_columns",

@@ -106,6 +106,17 @@ def _blocks(x: Tensor, axis: int) -> Tensor:
     return x.reshape(*x.shape[:at], x.shape[at] // BLOCK, BLOCK, *x.shape[at + 1 :])
 
 
+def check_mx_scales(data: Tensor, scale: Tensor, axis: int = -1) -> None:
+    """Raises ValueError unless `scale` has the shape of the plain scales of `data` along the axis."""
+    _check_axis(data, axis)
+    want = list(data.shape)
+    want[axis] //= BLOCK
+    if list(scale.shape) != want:
+        raise ValueError(
+            f"data {tuple(data.shape)} along axis {axis} has scales {tuple(want)}, not {tuple(scale.shape)}"
+        )
+
+
 def mx_quantize(x: Tensor, axis: int = -1, *, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
     """x [.., N, K] bf16, fp16 or fp32 → (data [.., N, K] float8_e4m3fn, scale uint8).
 
@@ -126,10 +137,6 @@ def mx_dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat
 
     Exact in bf16 above 2^-126, as an element has 4 significant bits. Raises ValueError for shapes that do not match.
     """
+    check_mx_scales(data, scale, axis)
     blocks = _blocks(data, axis)
-    want = blocks.shape[:axis] + blocks.shape[blocks.dim() + axis + 1 :]
-    if scale.shape != want:
-        raise ValueError(
-            f"data {tuple(data.shape)} along axis {axis} has scales {tuple(want)}, not {tuple(scale.shape)}"
-        )
     return (blocks.float() * decode_scale(scale).unsqueeze(axis)).reshape(data.shape).to(dtype)

@@ -54,9 +54,10 @@ def uses_mx_kernels(data: Tensor, n: int, k: int) -> bool:
     return mx_backend(n, k, data.device)[0] == "triton"
 
 
-def _check(
+def check_mx_product(
     op: str, rows: Tensor, row_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, swizzled: bool
 ) -> None:
+    """Raises ValueError unless rows [R, K] and weight [E, N, K] are FP8 with scales in that layout."""
     check_product(op, rows, weight)
     (num_rows, k), (experts, n, _) = rows.shape, weight.shape
     if k % reference.MX_BLOCK:
@@ -91,7 +92,7 @@ def mx_grouped_mm(
     `bias` [E, N] bf16 is added, then `row_weight` [R] fp32 scales the rows. Raises ValueError for other shapes and
     dtypes of data and scales.
     """
-    _check("mx_grouped_mm", rows, row_scale, weight, weight_scale, offsets, swizzled)
+    check_mx_product("mx_grouped_mm", rows, row_scale, weight, weight_scale, offsets, swizzled)
     if uses_mx_kernels(rows, weight.shape[1], weight.shape[2]):
         from moegraph.kernels import mx_rows_gemm
 
@@ -135,7 +136,7 @@ def mx_up_swiglu(
     `limit` 0 is plain SwiGLU, else the clamped one with `alpha`. `a` is computed from z as stored. Raises ValueError
     as `mx_grouped_mm` does.
     """
-    _check("mx_up_swiglu", rows, row_scale, weight, weight_scale, offsets, swizzled)
+    check_mx_product("mx_up_swiglu", rows, row_scale, weight, weight_scale, offsets, swizzled)
     if uses_mx_kernels(rows, weight.shape[1] // 2, weight.shape[2]):
         from moegraph.kernels import mx_up_swiglu as kernel
         from moegraph.kernels.activation import Activation
@@ -186,7 +187,7 @@ def mx_dgrad_swiglu(
     The weight is the down projection [E, D, F] transposed and quantised along D. Raises ValueError as
     `mx_grouped_mm` does.
     """
-    _check("mx_dgrad_swiglu", grad, grad_scale, weight, weight_scale, offsets, swizzled)
+    check_mx_product("mx_dgrad_swiglu", grad, grad_scale, weight, weight_scale, offsets, swizzled)
     if uses_mx_kernels(grad, weight.shape[1], weight.shape[2]):
         from moegraph.kernels import mx_dgrad_swiglu as kernel
         from moegraph.kernels.activation import Activation

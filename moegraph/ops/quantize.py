@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moegraph.kernels.chips import card_of
-from moegraph.ops.mx_format import BLOCK, check_mx_input, mx_quantize
+from moegraph.ops.mx_format import BLOCK, check_mx_input, check_mx_scales, mx_dequantize, mx_quantize
 from moegraph.ops.mx_scales import (
     TILE,
     num_tiles,
@@ -121,6 +121,31 @@ def mx_quantize_rows(x: Tensor, offsets: Tensor | None = None, *, swizzled: bool
     """
     data, scale = _mx_quantize_rows(x, offsets, swizzled)
     return data, scale
+
+
+@torch.library.custom_op("moegraph::mx_dequantize_rows", mutates_args=())
+def _mx_dequantize_rows(data: Tensor, scale: Tensor) -> Tensor:
+    if uses_kernels(data):
+        from moegraph.kernels import mx_dequantize as kernels
+
+        check_mx_scales(data, scale)
+        return kernels.mx_dequantize(data.contiguous(), scale.contiguous())
+    return mx_dequantize(data, scale)
+
+
+@_mx_dequantize_rows.register_fake
+def _(data: Tensor, scale: Tensor) -> Tensor:
+    check_mx_scales(data, scale)
+    return data.new_empty(data.shape, dtype=torch.bfloat16)
+
+
+def mx_dequantize_rows(data: Tensor, scale: Tensor) -> Tensor:
+    """Data [.., K] and plain scale [.., K/32] of `mx_quantize_rows` → [.., K] bf16, rounded once.
+
+    Exact above 2^-126. Raises ValueError for shapes that do not match.
+    """
+    out: Tensor = _mx_dequantize_rows(data, scale)
+    return out
 
 
 @torch.library.custom_op("moegraph::mx_quantize_columns", mutates_args=())

@@ -1,7 +1,7 @@
 """Facts about the operators that passes and verifiers ask for.
 
-`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS` and `NEVER_RECOMPUTE` hold operator
-overloads as they stand in a step graph.
+`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS`, `NEVER_RECOMPUTE` and
+`SCALED_PRODUCTS` hold operator overloads as they stand in a step graph.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -43,8 +44,10 @@ from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
+from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
+    mx_dequantize_rows,
     mx_quantize_both,
     mx_quantize_columns,
     mx_quantize_ragged_both,
@@ -77,6 +80,18 @@ ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wg
 # parallelism a collective would run twice.
 NEVER_RECOMPUTE: frozenset[Any] = frozenset(
     {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default, _mg.direct_plan.default}
+)
+
+# Forward products on 8-bit operands. Casts put them in, so that no callable of the layer graph has them.
+SCALED_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        _mg.mx_grouped_mm.default,
+        _mg.mx_up_swiglu.default,
+        _mg.mx_up_swiglu_quantized.default,
+        _mg.mx_up_swiglu_saved.default,
+        _mg.fp8_grouped_mm.default,
+        _mg.fp8_up_swiglu.default,
+    }
 )
 
 # Layer-graph callables that talk to other ranks; in a step graph they are collectives or registered operators.
@@ -157,6 +172,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     row_numbers: Facts("pointwise"),
     direct_dispatch: Facts("gather", (_mg.direct_dispatch.default, _mg.direct_take.default)),
     direct_return: Facts("gather", (_mg.direct_return.default, _mg.direct_put.default)),
+    mx_dequantize_rows: Facts("gather", (_mg.mx_dequantize_rows.default,)),
     mx_quantize_rows: Facts("gather", (_mg.mx_quantize_rows.default,)),
     mx_quantize_columns: Facts("gather", (_mg.mx_quantize_columns.default,)),
     mx_quantize_ragged_columns: Facts("gather", (_mg.mx_quantize_ragged_columns.default,)),
@@ -164,6 +180,8 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     mx_quantize_ragged_both: Facts("gather", (_mg.mx_quantize_ragged_both.default,)),
     fp8_quantize_rows: Facts("gather", (_mg.fp8_quantize_rows.default,)),
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
+    mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
+    fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

@@ -20,6 +20,7 @@ from moegraph.passes.cast_fp8 import CastFp8
 from moegraph.passes.cast_mxfp8 import CastMxfp8
 from moegraph.passes.dispatch_experts import DispatchExperts
 from moegraph.passes.pipeline import PassRecord, run_pipeline
+from moegraph.passes.save_mxfp8 import SaveMxfp8
 from moegraph.specs.schema import Spec
 from moegraph.verify.compare import signal_to_noise
 from moegraph.verify.distributed import TIGHT, Trial, check_tight_buckets, execute_ranks, lost_rows, prepare
@@ -130,8 +131,8 @@ def _verdict(previous: PassRecord, record: PassRecord, seed: int, plant: bool) -
             lost = sum(map(lost_rows, found))
             problems += [f"{kind}: {lost} rows did not fit into their buckets, which hold any routing"] if lost else []
             notes += _tight(record.made_by, before, unit, seed, problems)
-        if rewritten and isinstance(record.made_by, (CastFp8, CastMxfp8)):
-            notes.append(f"{kind}, SQNR against the products before: {signal_to_noise(trial.expected, found)}")
+        if rewritten and isinstance(record.made_by, (CastFp8, CastMxfp8, SaveMxfp8)):
+            notes.append(f"{kind}, SQNR against the graph before: {signal_to_noise(trial.expected, found)}")
         if plant and (rewritten or record.made_by is None):
             seen += _planted(record, new, trial, tolerance, rewritten)
     problems += _silent(previous, record)

@@ -20,6 +20,7 @@ from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.graph.propagate import Propagator
 from moegraph.graph.text import value_text
 from moegraph.ops import COMMUNICATION
+from moegraph.verify.operands import operands_with_their_scales
 
 Verifier = Callable[[fx.GraphModule], Iterator[str]]
 
@@ -181,6 +182,7 @@ VERIFIERS: dict[str, Verifier] = {
     "declared inputs and outputs": declared_ports,
     "named origin": named_origin,
     "parameters reach the loss": parameters_reach_outputs,
+    "operands with their scales": operands_with_their_scales,
 }
 
 

@@ -36,9 +36,10 @@ class Layout(Section):
 
 class Mxfp8(Section):
     """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
-    far."""
+    far. `saved` is another question: whether fused experts keep their pre-activation for backward in MXFP8."""
 
     experts: Literal["auto", "on", "off"] = "off"
+    saved: Literal["on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
     attention: Literal["auto", "on", "off"] = "off"
     dispatch: Literal["auto", "on", "off"] = "off"
@@ -104,6 +105,7 @@ class Passes(Section):
     canonicalize: PassSwitch = Field(default_factory=PassSwitch)
     balance_losses: PassSwitch = Field(default_factory=PassSwitch, alias="balance-losses")
     fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
+    fold_casts: PassSwitch = Field(default_factory=PassSwitch, alias="fold-casts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
     overlap_communication: OverlapOptions = Field(default_factory=OverlapOptions, alias="overlap-communication")
     accumulate_gradients: PassSwitch = Field(default_factory=PassSwitch, alias="accumulate-gradients")

@@ -183,7 +183,8 @@ def test_the_kernels_of_mxfp8_are_compiled_for_a_chip_that_is_not_here(moegraph:
     assert done.status == 0, done.err
     kernels = json.loads(done.out)["presets"]["A"]
     products = {"up_swiglu", "down", "dgrad_swiglu", "up_dgrad"}
-    assert products < kernels.keys()
+    assert kernels.keys() > products | {"permute_quantize"}
+    assert not [name for name in kernels if name.startswith("quantize") and name.count(",") < 2]  # weights alone
     for name, report in kernels.items():
         assert report["fits"], name
         assert report["matrix_instruction"] == ("tcgen05.mma" if name in products else "none")

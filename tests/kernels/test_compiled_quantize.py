@@ -39,10 +39,21 @@ def test_the_maximum_of_a_block_stays_in_a_warp_and_ignores_no_nan(name: str) ->
     assert not re.search(r"max\.f32", ptx)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in ("fp8_columns_amax", "padded_offsets")])
+CASTS = [name for name in KERNELS if name not in ("fp8_columns_amax", "padded_offsets", "dequantize")]
+
+
+@pytest.mark.parametrize("name", CASTS)
 def test_data_moves_in_16_bytes_and_is_rounded_by_the_chip(name: str) -> None:
     ptx = build(KERNELS[name], 90).asm["ptx"]
     assert CAST in ptx
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert ".ftz" not in ptx
+
+
+def test_what_restores_moves_data_in_16_bytes_and_flushes_no_subnormal() -> None:
+    ptx = build(KERNELS["dequantize"], 90).asm["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert ".ftz" not in ptx

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,29 @@ def test_fp8_of_ragged_rows(sizes: tuple[int, ...], tail: int, dtype: torch.dtyp
     same(have, fp8(x, case.offsets))
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [*WIDTHS, (torch.bfloat16, 8224)])
+@pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
+def test_rows_that_are_quantised_on_their_way_to_the_experts(dropped: float, dtype: torch.dtype, columns: int) -> None:
+    ids = torch.randint(0, 40, (100, 4), dtype=torch.int32).clamp_max(7)  # most choose the last expert
+    metadata = ops.sort_by_expert(ids.masked_fill(torch.rand(ids.shape) < dropped, -1), 8)
+    x = awkward(100, columns, dtype=dtype)
+    there, moved = [t.cuda() for t in metadata], ops.permute(x, *metadata, top_k=4)
+    for swizzled in (False, True):
+        have = ops.mx_permute_quantize(x.cuda(), *there, top_k=4, swizzled=swizzled)
+        same(have, mx_ragged(moved, metadata[2], swizzled)[:2])
+    same(ops.fp8_permute_quantize(x.cuda(), *there, top_k=4), fp8(moved, metadata[2])[:2])
+
+
+@pytest.mark.parametrize("shape", [(33, 160), (5, 40, 32), (0, 32)])
+def test_mx_back_to_bf16(shape: tuple[int, ...]) -> None:
+    data, scale = ops.mx_quantize(awkward(*shape, dtype=torch.float32))
+    codes = torch.arange(256, dtype=torch.uint8).repeat(6, 1).view(torch.float8_e4m3fn)
+    ends = torch.tensor([0, 1, 119, 127, 254, 255], dtype=torch.uint8)[:, None].repeat(1, 8)
+    for each in ((data, scale), (codes, ends)):
+        have, want = ops.mx_dequantize_rows(*(t.cuda() for t in each)).cpu(), ops.mx_dequantize(*each)
+        assert ((have.view(torch.int16) == want.view(torch.int16)) | (have.isnan() & want.isnan())).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_awkward_blocks_are_those_of_exact_fractions(dtype: torch.dtype) -> None:
     x = exact_mx.adversarial().to(dtype)
@@ -118,6 +142,15 @@ CALLS: list[Callable[..., Any]] = [
     ops.fp8_quantize_rows,
     ops.fp8_quantize_columns_t,
 ]
+
+
+def moved(call: Callable[..., Any], x: Tensor, offsets: Tensor) -> Any:
+    """A quantiser that moves rows, with two rows per token of x [T, D] in any order."""
+    order = torch.arange(2 * x.shape[0], dtype=torch.int32, device=x.device).flip(0)
+    return call(x, order, order, offsets, top_k=2)
+
+
+CALLS += [partial(moved, partial(ops.mx_permute_quantize, swizzled=True)), partial(moved, ops.fp8_permute_quantize)]
 
 
 @pytest.mark.parametrize("call", CALLS)

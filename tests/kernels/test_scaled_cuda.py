@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moegraph.ops import block_mm, mx_mm, scaled_mm
+from moegraph import ops
+from moegraph.ops import block_mm, mx_mm, mx_quantized_mm, scaled_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
 from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
@@ -102,6 +103,29 @@ def test_products_and_the_experts_halves_equal_float64(sizes: tuple[int, ...], d
     for mine, true in zip(found, expected, strict=True):
         close(mine, true, 1.5 * bound)
         assert not mine[real:].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("d", "f"), WIDTHS)
+@pytest.mark.parametrize("limit", [0.0, 0.8])
+def test_results_in_mxfp8_are_those_of_quantising_the_others(
+    sizes: tuple[int, ...], d: int, f: int, limit: float
+) -> None:
+    """But for what the product itself adds up in another order: the gradient of the router weight."""
+    case = ragged(sizes, 37, "cuda")
+    p, _ = mx_operands(case, d, 2 * f, True)
+    z, act = mx_mm.mx_up_swiglu(*p, None, 1.7, limit, True)
+    have = mx_quantized_mm.mx_up_swiglu_quantized(*p, None, 1.7, limit)
+    for a, b in zip(have, (z, *ops.mx_quantize_rows(act, case.offsets, swizzled=True)), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    p, _ = mx_operands(case, d, f, True)
+    tensors = (*p[:4], z, torch.rand(case.rows, device="cuda"), case.offsets, 1.7, limit)
+    dz, act, ds, *quantised_dz = mx_quantized_mm.mx_dgrad_swiglu_quantized(*tensors)
+    plain = mx_mm.mx_dgrad_swiglu(*tensors, True)
+    close(ds, plain[2], 1e-6)
+    want = (*plain[:2], *ops.mx_quantize_rows(plain[0], case.offsets, swizzled=True))
+    for a, b in zip((dz, act, *quantised_dz), want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("sizes", SIZES)

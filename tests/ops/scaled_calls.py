@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moegraph import ops
 from moegraph.ops.scaled_mm import WGRAD_ALIGN
 from tests.kernels.cases import ragged
 from tests.kernels.scaled_cases import block_quantised, mx_quantised, quantised, square_quantised, transposed_runs
@@ -28,6 +29,10 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         runs += [data, scale]
     block_scaled = (*block_quantised(torch.randn(case.rows, f)), *square_quantised(down)[:2])
     bias = torch.randn(3, f).bfloat16()
+
+    def swizzled(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.mx_quantize_rows(x, offsets if x.dim() == 2 else None, swizzled=True)
+
     found = {
         "fp8_grouped_mm": (*quantised(x), *quantised(down_t), offsets, bias, row_weight),
         "fp8_up_swiglu": (*quantised(x), *quantised(up), offsets),
@@ -37,6 +42,10 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         "fp8_up_swiglu_blocks": (*quantised(x), *quantised(up), offsets),
         "mx_grouped_mm": (*mx_quantised(x), *mx_quantised(down_t), offsets, bias, row_weight),
         "mx_up_swiglu": (*mx_quantised(x), *mx_quantised(up), offsets),
+        "mx_up_swiglu_quantized": (*swizzled(x), *swizzled(up), offsets),
+        "mx_up_swiglu_saved": (*swizzled(x), *swizzled(up), offsets),
+        "mx_dgrad_swiglu_saved": (*swizzled(x), *swizzled(down_t), *ops.mx_quantize(z), row_weight, offsets),
+        "mx_dgrad_swiglu_quantized": (*swizzled(x), *swizzled(down_t), z, row_weight, offsets),
         "mx_dgrad_swiglu": (*mx_quantised(x), *mx_quantised(down_t), z, row_weight, offsets),
     }
     return {name: (getattr(_mg, name), arguments, CHECKS) for name, arguments in found.items()}

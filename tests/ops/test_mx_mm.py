@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moegraph import ops
 from moegraph.kernels.chips import Card
-from moegraph.ops import mx_mm
+from moegraph.ops import mx_mm, mx_quantized_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
 from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from moegraph.ops.scaled_reference import mx_dequantise
@@ -63,6 +64,52 @@ def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: st
     for mine, true in zip(have, expected, strict=True):
         assert relative_error(mine, true) < BOUND
         assert not mine[real:].any()
+
+
+def bits(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    return [t.contiguous().view(torch.uint8) for t in tensors]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("alpha", "limit"), [(0.0, 0.0), (1.7, 0.8)])
+def test_results_in_mxfp8_are_those_of_quantising_the_others(case: Ragged, alpha: float, limit: float) -> None:
+    f, real = 160, case.rows - case.tail
+    p, _ = operands(case, "swizzled", 2 * f)
+    bias = torch.randn(len(case.sizes), 2 * f).bfloat16()
+    z, act = mx_mm.mx_up_swiglu(*p, bias, alpha, limit, True)
+    have = mx_quantized_mm.mx_up_swiglu_quantized(*p, bias, alpha, limit)
+    want = (z, *ops.mx_quantize_rows(act, case.offsets, swizzled=True))
+    assert all(map(torch.equal, bits(have), bits(want)))
+    p, _ = operands(case, "swizzled", f)
+    tensors = (*p[:4], poisoned(z, real), poisoned(torch.rand(case.rows), real), case.offsets, alpha, limit)
+    plain = mx_mm.mx_dgrad_swiglu(*tensors, True)
+    want = (*plain, *ops.mx_quantize_rows(plain[0], case.offsets, swizzled=True))
+    assert all(map(torch.equal, bits(mx_quantized_mm.mx_dgrad_swiglu_quantized(*tensors)), bits(want)))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("alpha", "limit"), [(0.0, 0.0), (1.7, 0.8)])
+def test_a_saved_pre_activation_is_quantised_and_restored(case: Ragged, alpha: float, limit: float) -> None:
+    f, real = 160, case.rows - case.tail
+    p, _ = operands(case, "swizzled", 2 * f)
+    z, *act = mx_quantized_mm.mx_up_swiglu_quantized(*p, None, alpha, limit)
+    saved = ops.mx_quantize_rows(z, case.offsets)
+    assert all(map(torch.equal, bits(mx_quantized_mm.mx_up_swiglu_saved(*p, None, alpha, limit)), bits((*saved, *act))))
+    p, _ = operands(case, "swizzled", f)
+    rest = (poisoned(torch.rand(case.rows), real), case.offsets, alpha, limit)
+    want = mx_quantized_mm.mx_dgrad_swiglu_quantized(*p[:4], ops.mx_dequantize_rows(*saved), *rest)
+    assert all(map(torch.equal, bits(mx_quantized_mm.mx_dgrad_swiglu_saved(*p[:4], *saved, *rest)), bits(want)))
+
+
+def test_results_that_are_not_whole_blocks_are_refused() -> None:
+    case = ragged((3, 5))
+    p, _ = operands(case, "swizzled", 2 * 48)
+    with pytest.raises(ValueError, match="48 columns of the activation are not whole blocks of 32"):
+        mx_quantized_mm.mx_up_swiglu_quantized(*p)
+    p, _ = operands(case, "swizzled", 40)
+    rest = (torch.randn(8, 80).bfloat16(), torch.rand(8), case.offsets)
+    with pytest.raises(ValueError, match="80 columns of dz are not whole blocks of 32"):
+        mx_quantized_mm.mx_dgrad_swiglu_quantized(*p[:4], *rest)
 
 
 def test_the_ends_of_the_scale_are_their_values() -> None:

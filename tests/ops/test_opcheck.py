@@ -11,7 +11,7 @@ from moegraph import ops
 from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
-from .scaled_calls import scaled_calls
+from .scaled_calls import CHECKS, scaled_calls
 
 mg = torch.ops.moegraph
 ORDER, INVERSE, OFFSETS = DROPPED
@@ -102,12 +102,15 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "direct_put": (mg.direct_put, (*floats((T, D)), *DIRECT[1:], ROWS, "ep"), NO_GRADIENT),
     "direct_take": (mg.direct_take, (*floats((ROWS, D), (ROWS,)), *DIRECT, K, "ep"), NO_GRADIENT),
     "mx_quantize_rows": (mg.mx_quantize_rows, (*floats((ROWS, 64)), OFFSETS, True), NO_GRADIENT),
+    "mx_dequantize_rows": (mg.mx_dequantize_rows, ops.mx_quantize_rows(*floats((ROWS, 64))), CHECKS),
     "mx_quantize_columns": (mg.mx_quantize_columns, (*floats((E, 64, D)), False), NO_GRADIENT),
     "mx_quantize_ragged_columns": (mg.mx_quantize_ragged_columns, (*floats((ROWS, D)), OFFSETS, True), NO_GRADIENT),
     "mx_quantize_both": (mg.mx_quantize_both, (*floats((E, 64, 32)), True), NO_GRADIENT),
     "mx_quantize_ragged_both": (mg.mx_quantize_ragged_both, (*floats((ROWS, 32)), OFFSETS, False), NO_GRADIENT),
     "fp8_quantize_rows": (mg.fp8_quantize_rows, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
+    "mx_permute_quantize": (mg.mx_permute_quantize, (*floats((T, 64)), *DROPPED, K, True), NO_GRADIENT),
+    "fp8_permute_quantize": (mg.fp8_permute_quantize, (*floats((T, D)), *DROPPED, K), NO_GRADIENT),
     **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),

@@ -48,6 +48,11 @@ def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> Non
     assert row.output_difference > 0
     assert "SQNR" in row.note
     assert "gradient of moe.w_up 2" in row.note  # 20-odd dB
+    (folded,) = [row for row in report.rows if row.name == "fold-casts"]
+    assert folded.ok, folded
+    assert folded.planted_found
+    assert folded.rewritten > 0
+    assert (folded.tier, folded.output_difference, folded.gradient_difference) == ("exact", 0, 0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,8 +75,8 @@ def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str
 def test_each_value_is_quantised_once_in_a_direction() -> None:
     unit = compile_once(small_spec(*BF16, FP8, WGRAD, FUSED)).program.units["moe"]
     forward, backward = targets(unit.graphs["forward"]), targets(unit.graphs["backward"])
-    assert forward.count("fp8_quantize_rows") == 2  # rows, activation
-    assert backward.count("fp8_quantize_rows") == 2  # gradient, dz
+    assert forward.count("fp8_permute_quantize") == forward.count("fp8_quantize_rows") == 1  # rows, activation
+    assert backward.count("fp8_permute_quantize") == backward.count("fp8_quantize_rows") == 1  # gradient, dz
     assert backward.count("fp8_quantize_columns_t") == 4  # gradient and activation, dz and rows
 
 

@@ -61,6 +61,7 @@ AROUND = {
         "passes.overlap-communication.mode=on",
     ],
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
+    "precision.mxfp8.saved": ["passes.fuse-experts.enabled=true"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }

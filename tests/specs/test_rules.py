@@ -80,6 +80,7 @@ REFUSED = [
         "raw logits of either sign",
         None,
     ),
+    (["precision.mxfp8.saved='on'"], "precision.mxfp8.saved", "is for experts that are one operator", None),
     (["model.moe.router.norm.eps=1e-20"], "model.moe.router.norm.eps", "no effect with norm.kind none", None),
     (["model.moe.router.norm.mode=clamp"], "model.moe.router.norm.mode", "no effect with norm.kind none", None),
     (["model.moe.router.bias_update_rate=0.01"], "model.moe.router.bias_update_rate", "with select_bias none", None),

@@ -172,7 +172,7 @@ def test_verify_of_a_spec_reports_every_pass_and_the_structural_verifiers() -> N
     assert report.ok
     data = report.to_json()
     assert data["ok"] is True
-    assert len(data["structural"]) == 7
+    assert len(data["structural"]) == 8
     assert [row["name"] for row in data["passes"]] == [row.name for row in report.rows]
 
 

@@ -21,8 +21,10 @@ from moegraph.kernels import mx_dgrad_swiglu, mx_rows_gemm, mx_up_swiglu
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
+from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
+from tests.kernels.quantize_cases import mismatch, mx_ragged
 from tests.kernels.scaled_cases import grouped64, mx_quantised, mx_restored, poisoned
 
 SMALL = Config(128, 128, 128, num_warps=4, num_stages=2)
@@ -113,3 +115,75 @@ def test_the_gradient_through_down_and_activation(case: Ragged, name: str, kind:
     for mine, true in zip(have, expected, strict=True):
         assert relative_error(mine, true) < 2 * BOUND
         assert not mine[real:].any()
+
+
+QUANTISED = [pytest.param(ragged(*each), id=f"{each[0]}+{each[1]}") for each in [((0, 1, 130), 9), ((0, 0), 9)]]
+
+
+def same(have: Tensor, want: Tensor, what: str) -> None:
+    assert mismatch(have, want) == "", what
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+@pytest.mark.parametrize(("name", "biased"), [("swiglu", False), ("clamped", True)])
+def test_an_activation_is_quantised_as_it_would_have_been_stored(case: Ragged, name: str, biased: bool) -> None:
+    """A row of NaN among them."""
+    p, _ = operands(case, 160, 512)
+    p["rows"].view(torch.uint8)[0, 3] = 0x7F
+    bias = torch.randn(len(case.sizes), 512).bfloat16() if biased else None
+    options: dict[str, Any] = {"bias": bias, "activation": ACTIVATIONS[name]}
+    options["config"] = replace(SMALL, block_n=256, parts=2)
+    have_z, data, scale = mx_up_swiglu.mx_up_swiglu_quantized(*p.values(), **options)
+    z, act = mx_up_swiglu.mx_up_swiglu(*p.values(), **options)
+    same(have_z, z, "z")
+    want, want_scale, *_ = mx_ragged(act, case.offsets, True)
+    same(data, want, "data")
+    same(scale, want_scale, "scale")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "f", "kind"), [((0, 1, 130), 384, "8"), ((0, 0), 384, "8"), ((0, 1, 3), 128, "separate")]
+)
+def test_a_gradient_is_quantised_as_it_is_stored(sizes: tuple[int, ...], f: int, kind: str) -> None:
+    """Of 384 columns the second tile of 256 has half that do not exist: they must not reach the scales of `up`."""
+    case = ragged(sizes, 9)
+    (p, _), real = operands(case, 160, f), case.rows - case.tail
+    config = replace(SMALL, separate=True) if kind == "separate" else replace(SMALL, parts=int(kind))
+    config = replace(config, block_n=256 if f == 384 else 128)
+    z, row_weight = torch.randn(case.rows, 2 * f).bfloat16(), torch.rand(case.rows)
+    z[:1, 40] = float("nan")
+    tensors = (*list(p.values())[:4], poisoned(z, real), poisoned(row_weight, real), case.offsets)
+    dz, act, ds, data, scale = mx_dgrad_swiglu.mx_dgrad_swiglu_quantized(*tensors, config=config)
+    plain = mx_dgrad_swiglu.mx_dgrad_swiglu(*tensors, config=replace(config, parts=min(config.parts, 4)))
+    same(dz, plain[0], "dz")
+    same(act, plain[1], "act")
+    assert relative_error(ds[1:], plain[2][1:]) < 1e-6  # eight slices are added up in another order than four
+    want, want_scale, *_ = mx_ragged(dz, case.offsets, True)
+    same(data, want, "data")
+    same(scale, want_scale, "scale")
+
+
+def test_a_pre_activation_is_saved_as_it_would_have_been_stored() -> None:
+    case = ragged((0, 1, 130), 9)
+    p, _ = operands(case, 160, 512)
+    options: dict[str, Any] = {"bias": torch.randn(3, 512).bfloat16(), "activation": ACTIVATIONS["clamped"]}
+    options["config"] = replace(SMALL, block_n=256, parts=2)
+    z, *act = mx_up_swiglu.mx_up_swiglu_quantized(*p.values(), **options)
+    have = mx_up_swiglu.mx_up_swiglu_saved(*p.values(), **options)
+    for what, a, b in zip(("z", "its scale", "data", "scale"), have, (*mx_quantize(z), *act), strict=True):
+        same(a, b, what)
+
+
+@pytest.mark.parametrize(("sizes", "kind"), [((0, 1, 130), "4"), ((1, 3), "separate")])
+def test_a_saved_pre_activation_gives_the_gradients_of_the_restored_one(sizes: tuple[int, ...], kind: str) -> None:
+    case, f = ragged(sizes, 9), 256
+    (p, _), real = operands(case, 160, f), case.rows - case.tail
+    config = replace(SMALL, separate=True) if kind == "separate" else replace(SMALL, parts=int(kind))
+    z, row_weight = mx_quantize(torch.randn(case.rows, 2 * f)), torch.rand(case.rows)
+    rest = (poisoned(row_weight, real), case.offsets)
+    products = list(p.values())[:4]
+    want = mx_dgrad_swiglu.mx_dgrad_swiglu_quantized(*products, mx_dequantize(*z), *rest, config=config)
+    saved = (poisoned(z[0], real), poisoned(z[1], real))
+    have = mx_dgrad_swiglu.mx_dgrad_swiglu_saved(*products, *saved, *rest, config=config)
+    for what, a, b in zip(("dz", "act", "ds", "data", "scale"), have, want, strict=True):
+        same(a, b, what)

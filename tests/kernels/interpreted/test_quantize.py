@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from moegraph.benchmarks.quantize import CONFIGS, sweep_quantize
-from moegraph.kernels import e4m3, fp8_quantize, mx_quantize, padded_offsets
+from moegraph.kernels import e4m3, fp8_quantize, mx_dequantize, mx_quantize, padded_offsets
 from moegraph.kernels.config import Config
 from moegraph.kernels.tiles import tile_schedule
-from moegraph.ops import fp8_format, mx_scales
+from moegraph.ops import fp8_format, mx_format, mx_scales
 from moegraph.ops.mx_format import to_e4m3
 from tests.kernels.cases import ragged
 from tests.kernels.quantize_cases import awkward, fp8, mismatch, mx_matrices, mx_ragged
@@ -66,6 +66,19 @@ def test_mx_along_one_axis(swizzled: bool) -> None:
     assert rows[2:] == columns[:2] == (None, None)
     for a, b in zip((*rows[:2], *columns[2:]), want, strict=True):
         assert mismatch(a, b) == ""
+
+
+def test_mx_restored() -> None:
+    """Every element of the format with the scales at both ends, in the middle, and NaN; and what a quantiser made. The
+    interpreter knows no subnormals of bf16, and no NaN among elements, which a quantiser makes with the scale NaN."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(6, 1)
+    data = torch.where(data & 0x7F == 0x7F, 0, data).view(torch.float8_e4m3fn)
+    scale = torch.tensor([0, 1, 119, 127, 254, 255], dtype=torch.uint8)[:, None].repeat(1, 8)
+    out = torch.empty(6, 256)
+    mx_dequantize.mx_dequantize_launch(data, scale, out).run()
+    assert mismatch(out, mx_format.mx_dequantize(data, scale, torch.float32)) == ""
+    made = mx_format.mx_quantize(torch.randn(33, 160) * torch.exp(3 * torch.randn(33, 1)))
+    assert mismatch(mx_dequantize.mx_dequantize(*made), mx_format.mx_dequantize(*made)) == ""
 
 
 # sizes, rows past the last offset, columns, dtype

@@ -1,0 +1,168 @@
+"""fold-casts: what is folded, what is left and why, that no number changes, and what it saves."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import facts
+from moegraph.passes.contract import PassContext, PassResult
+from moegraph.passes.fold_casts import FoldCasts
+from tests.small_models import compile_once, compute_step, random_batch, small_spec
+
+_mg = torch.ops.moegraph
+BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=1", "model.dense=null")
+MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+FUSED, OFF = "passes.fuse-experts.enabled=true", "passes.fold-casts.enabled=false"
+
+
+def targets(graph: fx.GraphModule) -> list[str]:
+    return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
+
+
+def folded(*options: str) -> list[str]:
+    """The operators of the joint graph of a block with experts behind the pass."""
+    return targets(compile_once(small_spec(*BF16, *options)).record("fold-casts").program.units["moe"].graphs["joint"])
+
+
+def test_rows_are_quantised_before_they_are_gathered() -> None:
+    before = compile_once(small_spec(*BF16, MX, FUSED)).record("cast-mxfp8").program.units["moe"].graphs["joint"]
+    have, had = folded(MX, FUSED), targets(before)
+    assert have.count("mx_permute_quantize") == 2  # x, and the gradient of the output
+    assert have.count("permute") == had.count("permute") - 1  # those that a weight gradient in bf16 reads are left
+
+
+STEPS = {
+    "mxfp8": (MX,),
+    "mxfp8, fused": (MX, FUSED),
+    "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
+    "mxfp8, fused, saved": (MX, FUSED, "precision.mxfp8.saved='on'"),
+    "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
+}
+
+
+def test_products_write_what_only_the_next_product_reads_in_8_bits() -> None:
+    have = folded(MX, FUSED)
+    assert not {"mx_up_swiglu", "mx_dgrad_swiglu"} & set(have)
+    assert have.count("mx_up_swiglu_quantized") == have.count("mx_dgrad_swiglu_quantized") == 1
+    assert have.count("mx_quantize_rows") == 4  # weights, both ways round
+    graph = compile_once(small_spec(*BF16, MX, FUSED)).record("fold-casts").program.units["moe"].graphs["joint"]
+    (up,) = graph.graph.find_nodes(op="call_function", target=_mg.mx_up_swiglu_quantized.default)
+    assert [str(part.dtype) for part in up.meta["val"]] == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.uint8"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "mxfp8, fused" else pytest.mark.slow) for c in STEPS]
+)
+def test_a_step_has_the_same_bits_as_without_the_pass(case: str) -> None:
+    options = STEPS[case]
+    batch = random_batch(small_spec(*BF16))
+    have, gradients = compute_step(small_spec(*BF16, *options), batch)
+    want, expected = compute_step(small_spec(*BF16, *options, OFF), batch)
+    assert torch.equal(have.loss, want.loss)
+    for name in expected:
+        assert torch.equal(gradients[name], expected[name]), name
+
+
+def test_what_is_left_is_said_with_the_reason() -> None:
+    """A row's scale in FP8 is of the whole row, which no tile of a product holds."""
+    notes = compile_once(small_spec(*BF16, FP8, FUSED, "precision.fp8_wgrad=true")).record("fold-casts").notes
+    assert "fp8_up_swiglu, which does not quantise" in notes["moe"]
+    assert "fp8_dgrad_swiglu, which does not quantise" in notes["moe"]
+    assert notes["head"].startswith("nothing but weights")
+
+
+def apply(plant: Rewriter) -> PassResult:
+    spec = small_spec(*BF16, MX, FUSED)
+    program = compile_once(spec).record("cast-mxfp8").program
+    unit = program.units["moe"].with_graphs({"joint": plant.finish()})
+    return FoldCasts().apply(unit, PassContext(program))
+
+
+def planted() -> Rewriter:
+    spec = small_spec(*BF16, MX, FUSED)
+    return Rewriter(compile_once(spec).record("cast-mxfp8").program.units["moe"].graphs["joint"], "planted")
+
+
+def test_a_quantiser_for_other_rows_than_were_gathered_stays() -> None:
+    plant = planted()
+    quantise = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[0].target is _mg.permute.default)
+    other = plant.call_before(quantise, "other", torch.ops.aten.clone.default, quantise.args[1])
+    facts(other).update(layer=facts(quantise)["layer"], direction="forward")
+    quantise.update_arg(1, other)
+    result = apply(plant)
+    assert "moe.experts/rows is of other rows" in result.note
+    assert targets(result.unit.graphs["joint"]).count("mx_permute_quantize") == 1
+
+
+def test_two_quantisers_of_the_same_rows_become_one() -> None:
+    plant = planted()
+    quantise = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[0].target is _mg.permute.default)
+    again = plant.copy_before(quantise.next, quantise, "again", {})
+    data, scale = plant.results(quantise).values()
+    for index, part in enumerate((data, scale)):
+        taken = plant.copy_before(part.next.next, part, f"part{index}", {quantise: again})
+        part.replace_all_uses_with(taken, lambda user: user.target is _mg.mx_up_swiglu.default)
+    result = apply(plant)
+    assert targets(plant.module).count("mx_quantize_rows") == 9
+    assert targets(result.unit.graphs["joint"]).count("mx_permute_quantize") == 2
+
+
+def test_an_activation_that_is_read_in_16_bits_too_is_quantised_by_a_node() -> None:
+    plant = planted()
+    act = next(n for n in plant.find(operator.getitem) if n.args[0].target is _mg.mx_up_swiglu.default and n.args[1])
+    other = plant.call_before(act.next, "other", torch.ops.aten.clone.default, act)
+    facts(other).update(layer=facts(act)["layer"], direction="forward")
+    plant.set_output("metric", "other", other)
+    result = apply(plant)
+    assert "is read in 16 bits too" in result.note
+    assert "mx_up_swiglu" in targets(result.unit.graphs["joint"])
+
+
+def test_a_quantiser_in_backward_of_a_forward_activation_stays() -> None:
+    plant = planted()
+    quantise = next(
+        n
+        for n in plant.find(_mg.mx_quantize_rows.default)
+        if n.args[0].target is operator.getitem and n.args[0].args[0].target is _mg.mx_up_swiglu.default
+    )
+    facts(quantise)["direction"] = "backward"
+    assert "runs in the other direction" in apply(plant).note
+
+
+def test_what_is_saved_and_read_in_16_bits_too_is_quantised_by_a_node() -> None:
+    spec = small_spec(*BF16, MX, FUSED, "precision.mxfp8.saved='on'")
+    plant = Rewriter(compile_once(spec).record("save-mxfp8").program.units["moe"].graphs["joint"], "planted")
+    z = next(n for n in plant.find(_mg.mx_quantize_rows.default) if n.args[2] is False).args[0]
+    other = plant.call_before(z.next, "other", torch.ops.aten.clone.default, z)
+    facts(other).update(layer=facts(z)["layer"], direction="forward")
+    plant.set_output("metric", "other", other)
+    result = apply(plant)
+    assert "is read in 16 bits too" in result.note
+    have = targets(result.unit.graphs["joint"])
+    assert "mx_up_swiglu_quantized" in have
+    assert "mx_dgrad_swiglu_saved" in have
+    assert have.count("mx_quantize_rows") == 5  # weights, both ways round, and what is saved
+
+
+@pytest.mark.slow
+def test_selective_recompute_repeats_no_product_in_8_bits() -> None:
+    policy = "passes.recompute.policy=selective"
+    for options in ((MX, FUSED), (FP8, FUSED)):
+        units = compile_once(small_spec(*BF16, *options, policy)).record("recompute").program.units
+        graph = next(unit for kind, unit in units.items() if kind.startswith("moe")).graphs["joint"]
+        again = [node for node in graph.graph.nodes if facts(node).get("recomputed")]
+        assert again
+        assert not {"fp8_up_swiglu", "mx_up_swiglu_quantized", "fp8_grouped_mm", "mx_grouped_mm"} & {
+            str(node.target).split(".")[1] for node in again if "moegraph" in str(node.target)
+        }
+
+
+def test_switched_off_it_is_not_there() -> None:
+    names = [record.name for record in compile_once(small_spec(*BF16, MX, FUSED, OFF)).records]
+    assert "cast-mxfp8" in names
+    assert "fold-casts" not in names
