@@ -89,7 +89,8 @@ def _print_low_precision(report: LayerReport) -> None:
         return
     rows = [row for row in report.rows.values() if row.low_precision or row.error]
     values = list(dict.fromkeys(name for row in rows for name in row.sqnr))
-    print("\ncasts, timed alone, of the whole pass" + ("; SQNR in dB against float64" if values else ""))
+    what = "casts that are kernels of their own, timed alone, of the whole pass"
+    print(f"\n{what}{'; SQNR in dB against float64' * bool(values)}")
     columns = ["", ">fwd casts ms", ">of fwd", ">fwd+bwd casts ms", ">of fwd+bwd", *(f">{name}" for name in values)]
     print_table(columns, [_low_precision(row, values) for row in rows])
 

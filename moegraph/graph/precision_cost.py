@@ -7,7 +7,8 @@
 e = 0.7 of the dense peak is what grouped products reach (docs/performance.md: 660 to 720 of 989 on H200). The model
 does not see that small products lose on 8 bits whatever the roofline says: OLMo-core measured 0.31, 0.91 and 1.43 times
 the speed of bf16 at 1024², 2048² and 4096² on B300, so nothing with a side of 2048 or less is cast. Weights are not
-counted: they are quantised once and read by many rows.
+counted: they are quantised once and read by many rows. The price of quantising is that of a kernel of its own; folded
+into what makes the rows (pass `fold-casts`) it is less.
 """
 
 from __future__ import annotations

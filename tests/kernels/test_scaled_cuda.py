@@ -129,6 +129,26 @@ def test_results_in_mxfp8_are_those_of_quantising_the_others(
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("d", "f"), WIDTHS)
+@pytest.mark.parametrize("limit", [0.0, 0.8])
+def test_a_saved_pre_activation_is_quantised_and_restored(sizes: tuple[int, ...], d: int, f: int, limit: float) -> None:
+    case = ragged(sizes, 37, "cuda")
+    p, _ = mx_operands(case, d, 2 * f, True)
+    z, *act = mx_quantized_mm.mx_up_swiglu_quantized(*p, None, 1.7, limit)
+    saved = ops.mx_quantize_rows(z, case.offsets)
+    have = mx_quantized_mm.mx_up_swiglu_saved(*p, None, 1.7, limit)
+    for a, b in zip(have, (*saved, *act), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    p, _ = mx_operands(case, d, f, True)
+    rest = (torch.rand(case.rows, device="cuda"), case.offsets, 1.7, limit)
+    want = mx_quantized_mm.mx_dgrad_swiglu_quantized(*p[:4], ops.mx_dequantize_rows(*saved), *rest)
+    dz, act_, ds, *quantised_dz = mx_quantized_mm.mx_dgrad_swiglu_saved(*p[:4], *saved, *rest)
+    close(ds, want[2], 1e-6)
+    for a, b in zip((dz, act_, *quantised_dz), (*want[:2], *want[3:]), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("k", "n"), WIDTHS)
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_fp8_weight_gradient_equals_float64(sizes: tuple[int, ...], k: int, n: int, exact: bool) -> None:
