@@ -35,8 +35,8 @@ class Layout(Section):
 
 
 class Mxfp8(Section):
-    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
-    far."""
+    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `experts` are their
+    products, `dispatch` the rows that travel to experts of other ranks; `shared` and `attention` do not exist yet."""
 
     experts: Literal["auto", "on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"

@@ -37,7 +37,6 @@ ASKED = {
     "model.moe.router.jitter": "0.1",
     "precision.mxfp8.shared": "'on'",
     "precision.mxfp8.attention": "auto",
-    "precision.mxfp8.dispatch": "'on'",
 }
 
 # What a word needs around it to make sense.
