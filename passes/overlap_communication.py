@@ -70,14 +70,19 @@ class OverlapCommunication(Pass):
 
 
 def _exchanges(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(start, wait) of each exchange of floating-point rows, in order."""
+    """(start, wait) of each exchange of rows, floating-point or payloads of bytes, in order."""
     found = []
     for wait in graph.nodes:
-        if wait.op == "call_function" and wait.target is _WAIT and wait.meta["val"].is_floating_point():
+        if wait.op == "call_function" and wait.target is _WAIT and _has_rows(wait.meta["val"]):
             start = wait.args[0]
-            if isinstance(start, fx.Node) and wait.meta["val"].shape[-1] > 1:  # router weights are a column
+            if isinstance(start, fx.Node):
                 found.append((start, wait))
     return found
+
+
+def _has_rows(value: torch.Tensor) -> bool:
+    """Not router weights, which are a column, nor counts."""
+    return value.shape[-1] > 1 and (value.is_floating_point() or value.dtype == torch.uint8)
 
 
 def _take_turns(rewriter: Rewriter, direction: str) -> list[str]:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
 
 from moegraph.compiled import Compiled
-from moegraph.errors import SpecError
-from moegraph.graph.dispatch_cost import TripShape, decide_trip
 from moegraph.graph.edit import Rewriter
-from moegraph.graph.program import Port, Unit, ports, results
+from moegraph.graph.program import Unit
 from moegraph.passes.cast_dispatch import trips_of
 from moegraph.passes.low_precision import call_like
 from moegraph.verify.distributed import execute_ranks
 from moegraph.verify.inputs import random_inputs
-from moegraph.verify.passes import verify_spec
 from moegraph.verify.run import Execution
-from moegraph.verify.world import World
 from tests.small_models import compile_once, small_spec
 
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
