@@ -178,7 +178,7 @@ def put_rows_launch(
 ) -> Launch:
     """The launch that writes x [T, D], and values [R] with their origins, into buffers of `rows` rows each; `at` is
     where values and origins begin in a buffer, in bytes."""
-    tokens, width = x.shape
+    tokens = x.shape[0]
     programs = _programs(x.device)
     arguments = {
         "x_ptr": x,

@@ -104,8 +104,8 @@ def mx_split_kernel(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """32 rows of a tile of 128 and BLOCK_N columns per program. Rows past the last offset are zeros, and so is what pads
-    an expert's tiles; tiles that no row uses are cleared."""
+    """32 rows of a tile of 128 and BLOCK_N columns per program. Rows past the last offset are zeros, and so are scales
+    of what pads an expert's tiles and of tiles that no row uses."""
     HIGH: tl.constexpr = (D + 127) // 128  # blocks of swizzled scales along D
     WIDTH: tl.constexpr = (HIGH * 128 + BLOCK_N - 1) // BLOCK_N
     GROUPS: tl.constexpr = BLOCK_N // 32

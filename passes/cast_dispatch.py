@@ -108,22 +108,34 @@ class Trip:
         """What travels."""
         return "rows" if facts(self.exchange)["direction"] == "forward" else "gradients"
 
+    @property
+    def direct(self) -> bool:
+        """Whether rows arrive in the order of their experts."""
+        return self.exchange.target in (_DISPATCH, _PUT)
+
+    def in_place(self, user: fx.Node) -> bool:
+        """Whether what reads the rows that arrived is a permute that leaves them where they are."""
+        if not self.direct or user.target is not _PERMUTE:
+            return False
+        order: Any = user.args[1]
+        return bool(order.target is _IN_ORDER and user.args[4] == 1)
+
     def shape(self, ranks: int) -> TripShape:
         """Its sizes in a group of so many ranks."""
         tokens, width = self.source.meta["val"].shape
         arrived = self.arrived.meta["val"].shape[0]
         permutes = [user for user in self.arrived.users if user.target is _PERMUTE]
-        sent, copied, permuted = arrived, 2 * arrived * len(permutes), 2 * arrived * len(permutes)
-        if self.exchange.target in (_DISPATCH, _PUT):
-            sent = self.exchange.args[2 if self.exchange.target is _DISPATCH else 1].meta["val"].shape[0]  # type: ignore[union-attr]
-            copied += tokens + 2 * arrived
-            permuted = 2 * arrived * sum(not _in_place(user) for user in permutes)
-            low = permuted + tokens + 2 * arrived
+        left = [user for user in permutes if not self.in_place(user)]
+        if self.direct:
+            destination: Any = self.exchange.args[2 if self.exchange.target is _DISPATCH else 1]
+            sent = destination.meta["val"].shape[0]
+            copied = tokens + 2 * arrived  # read where they come from, and copied out of the buffer
         else:
             routed = self.moved[0].meta["val"].shape[0]
             sent = routed if self.exchange.target is _EXACT else arrived
-            copied += tokens + 2 * routed + arrived
-            low = copied
+            copied = tokens + 2 * routed + arrived  # permuted, and packed into buckets
+        low = copied + 2 * arrived * len(left)
+        copied += 2 * arrived * len(permutes)
         readers = list(_readers(self.arrived))
         operands = {(rows, user.args[1]) for rows, user in readers if _takes_operand(user)}
         decoded = {(rows, facts(user)["direction"]) for rows, user in readers if not _takes_operand(user)}
@@ -149,14 +161,6 @@ def trips_of(graph: fx.Graph) -> list[Trip]:
                 behind = () if waits[0] is None else (waits[0],)
                 found.append(Trip(rows.args[0], (rows, packed, node, *behind), node))
     return found
-
-
-def _in_place(user: fx.Node) -> bool:
-    """Whether a permute leaves rows where they are."""
-    if user.target is not _PERMUTE:
-        return False
-    order: Any = user.args[1]
-    return order.target is _IN_ORDER and user.args[4] == 1
 
 
 def _takes_operand(user: fx.Node) -> bool:
@@ -204,7 +208,7 @@ class _Sender:
         """Gives the readers of rows, now a payload, what they take."""
         places = {node: place for place, node in enumerate(self.rewriter.graph.nodes)}
         for user in sorted(payload.users, key=places.__getitem__):
-            if self.trip.exchange.target in (_DISPATCH, _PUT) and _in_place(user):
+            if self.trip.in_place(user):
                 self.rewriter.replace(user, payload)
         places = {node: place for place, node in enumerate(self.rewriter.graph.nodes)}
         for user in sorted(payload.users, key=places.__getitem__):

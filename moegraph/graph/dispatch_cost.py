@@ -25,9 +25,9 @@ BF16, PAYLOAD = 2.0, 33 / 32  # bytes of an element
 
 @dataclass(frozen=True)
 class TripShape:
-    """Rows of `width` elements that travel among `ranks`: `tokens` are quantised, `sent` rows can travel, `arrived` rows
-    are there afterwards; `copied` and `copied_low` rows are read or written on the way as bf16 and as a payload. Of what
-    arrived `decoded` copies are made in bf16 and `operands` in MXFP8."""
+    """Rows of `width` elements that travel among `ranks`: `tokens` are quantised, `sent` rows can travel, `arrived`
+    rows are there afterwards; `copied` and `copied_low` rows are read or written on the way in bf16 and as payloads. Of
+    what arrived `decoded` copies are made in bf16 and `operands` in MXFP8."""
 
     width: int
     ranks: int

@@ -62,7 +62,7 @@ def _zero_past(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _uses_kernels(x: Tensor) -> bool:
-    """moegraph's Triton kernels move rows on CUDA, payloads of bytes too; they sum in fp32, so fp64 stays with torch."""
+    """moegraph's Triton kernels move rows on CUDA, of bytes too; they sum in fp32, so fp64 stays with torch."""
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 
 

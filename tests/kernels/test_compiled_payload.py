@@ -1,5 +1,5 @@
-"""Kernels for rows that travel in MXFP8, compiled for three chips without a GPU: no spills, 16 bytes at a time, rounding
-and decoding by the chip."""
+"""Kernels for rows that travel in MXFP8, compiled for three chips without a GPU: no spills, 16 bytes at a time, the
+chip's own rounding and decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_the_chip_rounds_and_decodes_and_flushes_no_subnormal(capability: int) -
         assert ".ftz" not in ptx
 
 
-@pytest.mark.parametrize("width", [pytest.param(32, marks=pytest.mark.slow), 2880])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [32, 2880])
 def test_widths_that_are_not_aligned_compile_too(width: int) -> None:
     shape = {**SHAPE, "d_model": width, "tokens": 1, "ranks": 1, "dtype": torch.float32}
     for name, launch in payload_launches(**shape):

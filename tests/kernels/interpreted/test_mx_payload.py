@@ -26,14 +26,14 @@ def test_rows_become_payloads(rows: int, width: int, dtype: torch.dtype) -> None
 
 
 def test_every_byte_and_every_scale_is_decoded() -> None:
-    """256 scales times 256 elements; what is subnormal in bf16 is left to a GPU: the interpreter misreads it."""
-    elements = torch.arange(256, dtype=torch.uint8).expand(256, 256)
-    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8)
+    """Of every kind; what is subnormal in bf16 is left to a GPU: the interpreter misreads it."""
+    elements = torch.arange(256, dtype=torch.uint8).expand(32, 256)
+    scales = torch.tensor([*range(16), *range(120, 128), *range(248, 256)], dtype=torch.uint8)[:, None].expand(32, 8)
     payload = torch.cat([elements, scales], 1).contiguous()
     have, want = mx_payload.mx_decode(payload).float(), mx_decode(payload).float()
     same = (have == want) | (have.isnan() & want.isnan()) | ((want.abs() < 2.0**-126) & (have.abs() < 2.0**-126))
     assert same.all(), (~same).nonzero()[:8]
-    assert int(want.isnan().sum()) == 256 + 2 * 255
+    assert int(want.isnan().sum()) == 256 + 2 * 31
     assert ((have.signbit() == want.signbit()) | want.isnan()).all()
 
 
