@@ -15,7 +15,7 @@ from tests.passes.user_passes import pass_class, restored_registry
 from tests.small_models import small_spec
 
 LAYER = ["canonicalize", "balance-losses", "chunk-experts", "dispatch-experts", "fuse-experts", "split-pipeline"]
-CASTS = ["cast-mxfp8", "cast-fp8"]
+CASTS = ["cast-mxfp8", "cast-fp8", "cast-dispatch"]
 BUILT_IN = [
     *LAYER,
     *CASTS,
@@ -42,7 +42,7 @@ def test_the_built_in_passes_run_in_the_documented_order() -> None:
         "layout={dp: 2, ep: 2, transport: padded}",
         f"passes={{fuse-experts: {{enabled: true}}, accumulate-gradients: {{enabled: true}}, {overlap}}}",
     )
-    low = ("precision.compute=bf16", "precision.mxfp8.experts=auto")  # one format at a time
+    low = ("precision.compute=bf16", "precision.mxfp8={experts: auto, dispatch: auto}")  # one format at a time
     found = [p.name for p in passes_for(small_spec(*everything, *low))]
     assert found == [name for name in BUILT_IN if name != "cast-fp8"]
 

@@ -60,6 +60,7 @@ AROUND = {
         "passes.overlap-communication.mode=on",
     ],
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
+    "precision.mxfp8.dispatch": ["layout.dp=2", "layout.ep=2"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }
