@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "direct, four ranks": ({**DIRECT, **FOUR}, (FUSED, FULL)),
     "direct, a pipeline": ({**DIRECT, **PIPELINE}, (FUSED, MX, FULL)),
     "exact": ({"dp": 2, "ep": 2, "transport": "exact"}, ()),
-    "compiled": (PADDED, (FUSED, MX, "train.compile=aot_eager")),
+    "compiled": (PADDED, (FUSED, MX, "train.compile=inductor")),
 }
 EVERY_DAY = list(CASES)[:1]
 
