@@ -40,6 +40,7 @@ from moegraph.specs.schema import Spec
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SHARED = "shared."
+_LATE = ops.WEIGHT_GRADIENTS | {torch.ops.moegraph.mx_decode.default}  # and what makes rows for them of a payload
 
 
 @registry.register
@@ -134,7 +135,7 @@ def _fill(rewriter: Rewriter, start: fx.Node, wait: fx.Node) -> list[str]:
             moved.append(display_name(node))
     needed, output = _needed(start), rewriter.output_node()
     for node in reversed([n for n in rewriter.graph.nodes if order[n] < order[start]]):
-        movable = node.target in ops.WEIGHT_GRADIENTS or _is_shared(node, wait)
+        movable = node.target in _LATE or _is_shared(node, wait)
         waited_for = node in needed or any(user is not output and order[user] < order[start] for user in node.users)
         if movable and not waited_for and "overlaps" not in facts(node):
             start.append(node)
