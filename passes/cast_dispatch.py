@@ -72,7 +72,7 @@ class CastDispatch(Pass):
             found = self.decide(trip)
             facts(trip.exchange)["precision"] = found.to_json()
             if found.low:
-                _Sender(rewriter, trip).send()
+                _Sender(rewriter, trip, recomputed=unit.options.get("recompute", "none") != "none").send()
             else:
                 kept.append(f"{display_name(trip.exchange)}: {found.reason}")
         if not rewriter.rewritten:
@@ -179,10 +179,11 @@ def _readers(rows: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 @dataclass
 class _Sender:
-    """Rewrites one trip."""
+    """Rewrites one trip. `recomputed`: what forward decodes, the pass `recompute` decodes again in backward."""
 
     rewriter: Rewriter
     trip: Trip
+    recomputed: bool
     decoded: dict[Any, fx.Node] = field(default_factory=dict)
 
     def send(self) -> None:
@@ -221,8 +222,9 @@ class _Sender:
                 user.replace_input_with(payload, self._rows(payload, user))
 
     def _rows(self, payload: fx.Node, user: fx.Node) -> fx.Node:
-        """The payload's rows in bf16, made in the direction in which they are read, so that the payload is kept."""
-        key = (payload, facts(user)["direction"])
+        """The payload's rows in bf16, made in the direction in which they are read, so that the payload is kept; once
+        for both where backward makes it again anyway."""
+        key = (payload, None if self.recomputed else facts(user)["direction"])
         if key not in self.decoded:
             self.decoded[key] = self._call(user, "mx_decode", _mg.mx_decode.default, payload)
         return self.decoded[key]

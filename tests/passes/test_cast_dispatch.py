@@ -27,7 +27,7 @@ from tests.small_models import compile_once, small_spec
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
 SHORT = ("model.num_layers=1", "model.dense=null", "data.seq_len=8", "train.tokens_per_step=32")
 ON, MX, FUSED = "precision.mxfp8.dispatch='on'", "precision.mxfp8.experts='on'", "passes.fuse-experts.enabled=true"
-FULL = "passes.recompute.policy=full"
+FULL, SELECTIVE = "passes.recompute.policy=full", "passes.recompute.policy=selective"
 HIDDEN, GRAD = Port("hidden", "hidden"), Port("grad_input", "hidden")
 CHUNKS = "passes.overlap-communication={mode: on, chunks: 2}"
 
@@ -63,6 +63,8 @@ CASES = {
     "direct, experts too": ("direct", 2, (MX,)),
     "padded": ("padded", 2, ()),
     "padded, four ranks": ("padded", 4, (FULL,)),
+    "padded, selective": ("padded", 2, (SELECTIVE,)),
+    "padded, sums added to buffers": ("padded", 2, (FUSED, "passes.accumulate-gradients.enabled=true")),
     "padded, chunks": ("padded", 2, (CHUNKS,)),
     "padded, fused": ("padded", 2, (FUSED,)),
     "direct": ("direct", 2, ()),
@@ -159,7 +161,9 @@ def test_rows_are_quantised_once_and_what_is_kept_for_backward_is_their_payload(
     arrived = payloads[0].meta["val"].shape[0]
     wide = [n.name for n in kept if tuple(n.meta["val"].shape) == (arrived, width) and n.meta["val"].itemsize == 2]
     assert not [name for name in wide if "dispatch" in name or "rows" in name or "decode" in name]
-    assert "mx_decode" in targets(moe(compiled).graphs["backward"])
+    backward = targets(moe(compiled).graphs["backward"])
+    assert backward.count("mx_decode") == 2 * runs  # of rows, of gradients
+    assert backward.count("mx_encode") == runs
 
 
 @pytest.mark.parametrize("transport", ["padded", pytest.param("direct", marks=pytest.mark.slow)])
