@@ -35,6 +35,15 @@ def test_a_row_with_nan_arrives_with_nan_and_zeros_arrive_as_zeros() -> None:
     assert torch.equal(rows[2, :32], x[1, :32])
 
 
+@pytest.mark.parametrize("width", [32, 256])
+def test_payloads_are_packed_into_buckets_as_rows_are(width: int) -> None:
+    """Rows of 33 bytes, and of 264, which are whole words."""
+    payload, offsets = ops.mx_encode(torch.randn(9, width)), torch.tensor([1, 4, 4, 8], dtype=torch.int32)
+    packed = ops.pack_rows(payload, offsets, ranks=2, capacity=3)
+    assert packed.dtype == torch.uint8
+    assert torch.equal(packed, ops.pack_rows(payload.double(), offsets, ranks=2, capacity=3).byte())
+
+
 @pytest.mark.parametrize(("sizes", "tail"), [((0, 1, 31, 33), 5), ((127, 129, 0), 0), ((0, 0), 3)])
 @pytest.mark.parametrize("width", [32, 160])
 def test_an_operand_is_that_of_the_rows_and_reads_none_that_do_not_exist(
