@@ -26,9 +26,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
+from moegraph.errors import UsageError
 from moegraph.graph.dispatch_cost import TripDecision, TripShape, decide_trip
 from moegraph.graph.edit import Rewriter
-from moegraph.graph.effects import eliminate_dead_code
+from moegraph.graph.effects import eliminate_dead_code, is_communication
 from moegraph.graph.names import display_name, facts
 from moegraph.graph.program import Unit
 from moegraph.ops.mx_format import BLOCK
@@ -67,8 +68,10 @@ class CastDispatch(Pass):
         if self.ep == 1:
             return PassResult(unit, note="ep 1: no row leaves its rank")
         rewriter = Rewriter(unit.graphs["joint"], self.name)
-        kept = []
-        for trip in trips_of(rewriter.graph):
+        kept, trips = [], trips_of(rewriter.graph)
+        if self.dispatch == "on" and any(map(is_communication, rewriter.graph.nodes)):
+            _check_both_ways(unit.kind, trips)
+        for trip in trips:
             found = self.decide(trip)
             facts(trip.exchange)["precision"] = found.to_json()
             if found.low:
@@ -163,6 +166,17 @@ def trips_of(graph: fx.Graph) -> list[Trip]:
     return found
 
 
+def _check_both_ways(kind: str, trips: list[Trip]) -> None:
+    """Raises `UsageError` where a block's rows or gradients travel, but not as `dispatch-experts` makes them."""
+    missing = {"rows", "gradients"}.difference(trip.kind for trip in trips)
+    if missing:
+        what = " and ".join(sorted(missing))
+        raise UsageError(
+            f"precision.mxfp8.dispatch on: {kind} sends {what} otherwise than dispatch-experts made it, so they cannot "
+            "be cast; run the pass that changed it after cast-dispatch, or use auto"
+        )
+
+
 def _takes_operand(user: fx.Node) -> bool:
     """Whether the node makes the operand of an MXFP8 product of ragged rows."""
     return user.target is _QUANTIZE and user.args[1] is not None and user.args[2] is True
@@ -201,9 +215,7 @@ class _Sender:
         """The node, or where it has other readers than this trip (before the exchange) a copy for the trip."""
         if node.target not in (_PERMUTE, _PACK) or len(node.users) == 1:
             return node
-        copy = self.rewriter.copy_before(self.trip.exchange, node, display_name(node), {})
-        self.trip.exchange.replace_input_with(node, copy)
-        return copy
+        return self.rewriter.copy_before(node.next, node, display_name(node), {})
 
     def _deliver(self, payload: fx.Node) -> None:
         """Gives the readers of rows, now a payload, what they take."""

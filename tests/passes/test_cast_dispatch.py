@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from moegraph.compiled import Compiled
-from moegraph.errors import SpecError
+from moegraph.errors import SpecError, UsageError
 from moegraph.graph.dispatch_cost import TripShape, decide_trip
+from moegraph.graph.edit import Rewriter
+from moegraph.graph.names import display_name
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.passes.cast_dispatch import CastDispatch, trips_of
 from moegraph.passes.contract import PassContext
+from moegraph.passes.low_precision import call_like
 from moegraph.passes.pipeline import PassRecord
 from moegraph.verify.distributed import execute_ranks
 from moegraph.verify.inputs import local_inputs, random_inputs
@@ -203,6 +206,33 @@ def test_auto_decides_each_way_and_says_so_and_is_nothing_with_one_rank() -> Non
     alone = CastDispatch("auto", 1).apply(before, context)
     assert not alone.rewritten
     assert "no row leaves its rank" in alone.note
+
+
+def test_rows_that_are_read_before_they_travel_too_stay_as_they_are_for_their_other_readers() -> None:
+    compiled = compiled_case(EVERY_DAY[0])
+    before, after = around(compiled)
+    rewriter = Rewriter(before.graphs["joint"], "reader")
+    (permute,) = [node for node in rewriter.graph.nodes if display_name(node) == "moe.rows/permute"]
+    total = call_like(rewriter, permute.next.next, "total", torch.ops.aten.sum.default, permute)
+    rewriter.set_output("metric", "total", total)
+    read = before.with_graphs({"joint": rewriter.finish()})
+    found = CastDispatch("on", 2).apply(read, PassContext(compiled.program)).unit
+    inputs = [random_inputs(compiled.program, after.layer_graph, 0, rank) for rank in range(2)]
+    now, then, was = execute_ranks(found, inputs), execute_ranks(after, inputs), execute_ranks(read, inputs)
+    for rank in range(2):
+        assert torch.equal(now[rank].results[HIDDEN], then[rank].results[HIDDEN])
+        assert torch.equal(now[rank].results[Port("metric", "total")], was[rank].results[Port("metric", "total")])
+
+
+def test_on_is_refused_where_another_pass_has_changed_how_rows_travel() -> None:
+    compiled = compiled_case(EVERY_DAY[0])
+    before = around(compiled)[0]
+    rewriter = Rewriter(before.graphs["joint"], "changed")
+    (packed,) = [node for node in rewriter.graph.nodes if display_name(node) == "moe.packed_rows/pack_rows"]
+    packed.update_arg(0, call_like(rewriter, packed, "twice", torch.ops.aten.mul.Tensor, packed.args[0], 2.0))
+    changed = before.with_graphs({"joint": rewriter.finish()})
+    with pytest.raises(UsageError, match="moe sends rows otherwise than dispatch-experts made it"):
+        CastDispatch("on", 2).apply(changed, PassContext(compiled.program))
 
 
 @pytest.mark.parametrize(
