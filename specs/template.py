@@ -89,8 +89,8 @@ layout:                                # world = dp · pp ranks
 
 precision:
   compute: bf16                        # bf16 | fp32 | fp64; master weights are fp32, or fp64
-  mxfp8: {experts: off, shared: off, attention: off, dispatch: off}   # on | auto: experts' products, for Blackwell;
-                                       # dispatch: rows that travel to experts of other ranks, in half the bytes
+  mxfp8: {experts: off, shared: off, attention: off, dispatch: off}   # on | auto: products of experts, for
+                                       # Blackwell, and rows that travel to them, in half the bytes
   fp8: off                             # or rowwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 
