@@ -169,7 +169,8 @@ def test_rows_are_quantised_once_and_what_is_kept_for_backward_is_their_payload(
     assert backward.count("mx_encode") == runs
 
 
-@pytest.mark.parametrize("transport", ["padded", pytest.param("direct", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["padded", "direct"])
 def test_verify_proves_it_at_two_ranks_prints_sqnr_and_sees_a_planted_fault(transport: str) -> None:
     report = verify_spec(small_spec(*SHORT, *BF16, layout(transport), ON), world=2)
     assert report.ok

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moegraph.graph.effects import is_communication
 from moegraph.graph.names import display_name
 from moegraph.graph.program import Unit
@@ -62,6 +64,7 @@ def test_a_block_without_shared_experts_still_delays_its_weight_gradients() -> N
     assert "nothing is exchanged" in record.notes["dense"]
 
 
+@pytest.mark.slow
 def test_around_rows_that_travel_in_mxfp8_the_same_moves_with_what_decodes_them_for_weight_gradients() -> None:
     low = ("precision={compute: bf16, mxfp8: {dispatch: 'on'}}", "model.d_model=32")
     unit = compile_once(layout_spec(ON, *low, **EP)).program.units["moe"]
