@@ -16,6 +16,7 @@ from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
 from moegraph.kernels.mx_dequantize import mx_dequantize_launch
+from moegraph.kernels.mx_payload import mx_decode_launch, mx_encode_launch, mx_split_launch, payload_bytes
 from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
 from moegraph.kernels.padded_offsets import padded_offsets_launch
 from moegraph.kernels.permute_quantize import fp8_permute_quantize_launch, mx_permute_quantize_launch
@@ -118,6 +119,38 @@ def cross_entropy_launches(
     loss = torch.empty(tokens, dtype=torch.float32, device="meta")
     yield "cross_entropy", cross_entropy_launch(logits, labels, loss, loss)
     yield "cross_entropy_backward", cross_entropy_backward_launch(loss, None, logits, labels, loss, logits)
+
+
+def payload_launches(
+    *, tokens: int, d_model: int, num_experts: int, top_k: int, ranks: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of what rows that travel in MXFP8 take beyond `exchange_launches`, on meta tensors."""
+    slots, room, local = tokens * top_k, tokens * top_k * 5 // 4, num_experts // ranks
+
+    def tensor(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    def payload(rows: int) -> torch.Tensor:
+        return tensor(rows, payload_bytes(d_model), kind=torch.uint8)
+
+    counts, table = tensor(ranks, num_experts + 1), tensor(ranks, kind=torch.int64)
+    destination, offsets = tensor(slots), tensor(local)
+    limit = max_tiles(room, local, 128)
+    schedule = Schedule(tensor(limit), tensor(limit), tensor(limit), tensor(1))
+    data = tensor(room, d_model, kind=torch.float8_e4m3fn)
+    scale = tensor((-(-room // 128) + local) * 128, -(-d_model // 128) * 4, kind=torch.uint8)
+    weights, row_weight = tensor(slots, kind=torch.float32), tensor(room, kind=torch.float32)
+    size = payload(room).numel()
+    at = (size, size + 4 * room)
+    yield "mx_encode", mx_encode_launch(tensor(tokens, d_model, kind=dtype), payload(tokens))
+    yield "mx_decode", mx_decode_launch(payload(room), tensor(room, d_model, kind=torch.bfloat16))
+    yield "mx_split", mx_split_launch(payload(room), offsets, schedule, data, scale)
+    yield "permute", permute_launch(payload(tokens), destination, tensor(num_experts), payload(slots), top_k)
+    yield "put_rows", put_rows_launch(payload(tokens), weights, destination, counts, table, at, room)
+    yield "put_rows_only", put_rows_launch(payload(tokens), None, destination, counts, table, at, room)
+    found = (row_weight, destination, row_weight, destination)
+    yield "take_rows", take_rows_launch(payload(room), offsets, payload(room), found)
+    yield "take_rows_only", take_rows_launch(payload(room), offsets, payload(room), None)
 
 
 def quantize_launches(

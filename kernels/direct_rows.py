@@ -12,6 +12,7 @@ place for every slot, and the sum over K reads local memory only. Going out, a t
 times.
 
 With its row travel the router's weight, and the number of the slot it came from (`origin`), by which it is sent back.
+Rows may be payloads of MXFP8 (`moegraph.ops.mx_payload`): uint8, elements and scales of a row together, half the bytes.
 Addresses of the ranks' buffers are an int64 table [P]; a buffer is [rows | values | origins], each aligned to 16 bytes.
 
 Legend: T tokens, D width, K top-k, R = T·K slots, P ranks, N rows of a buffer, L experts of a rank.
@@ -27,7 +28,7 @@ from torch import Tensor
 from moegraph.kernels.config import Config
 from moegraph.kernels.launch import Launch, persistent_programs
 
-_WIDTH = 4096  # columns at a time: 8 warps move them in two 16-byte vectors per thread
+_WIDTH = 4096  # columns at a time, twice as many bytes: 8 warps move them in two 16-byte vectors per thread
 _CONFIG = Config(num_warps=8)
 _PER_PROCESSOR = 2  # programs; row_put.py on H200: 32 programs in all reach 315 GB/s, 264 reach 358
 
@@ -163,8 +164,9 @@ def sum_slots_kernel(
     tl.store(out_ptr + t.to(tl.int64) * D + c, acc.to(out_ptr.dtype.element_ty), mask=c < D)
 
 
-def _tiling(width: int, values: Tensor | None) -> dict[str, int | bool]:
-    return {"D": width, "BLOCK_N": min(_WIDTH, triton.next_power_of_2(width)), "VALUES": values is not None}
+def _tiling(rows: Tensor, values: Tensor | None) -> dict[str, int | bool]:
+    width, most = rows.shape[1], 2 * _WIDTH if rows.dtype == torch.uint8 else _WIDTH
+    return {"D": width, "BLOCK_N": min(most, triton.next_power_of_2(width)), "VALUES": values is not None}
 
 
 def _programs(device: torch.device) -> int:
@@ -176,7 +178,7 @@ def put_rows_launch(
 ) -> Launch:
     """The launch that writes x [T, D], and values [R] with their origins, into buffers of `rows` rows each; `at` is
     where values and origins begin in a buffer, in bytes."""
-    tokens, width = x.shape
+    tokens = x.shape[0]
     programs = _programs(x.device)
     arguments = {
         "x_ptr": x,
@@ -190,7 +192,7 @@ def put_rows_launch(
         "capacity": rows,
     }
     constants = {"E": counts.shape[1] - 1, "K": destination.shape[0] // tokens, "PROGRAMS": programs}
-    return Launch(put_rows_kernel, (programs,), arguments, {**constants, **_tiling(width, values)}, _CONFIG)
+    return Launch(put_rows_kernel, (programs,), arguments, {**constants, **_tiling(x, values)}, _CONFIG)
 
 
 def take_rows_launch(
@@ -210,7 +212,7 @@ def take_rows_launch(
         "values_out_ptr": found[2],
         "origins_out_ptr": found[3],
     }
-    constants = {"L": offsets.shape[0], **_tiling(rows.shape[1], None if values is None else found[0])}
+    constants = {"L": offsets.shape[0], **_tiling(rows, None if values is None else found[0])}
     return Launch(take_rows_kernel, (rows.shape[0],), arguments, constants, _CONFIG)
 
 
@@ -228,7 +230,7 @@ def send_back_launch(
         "values_at": values_at,
         "num_slots": slots,
     }
-    constants = {"L": offsets.shape[0], "PROGRAMS": programs, **_tiling(y.shape[1], values)}
+    constants = {"L": offsets.shape[0], "PROGRAMS": programs, **_tiling(y, values)}
     return Launch(send_back_kernel, (programs,), arguments, constants, _CONFIG)
 
 
@@ -236,7 +238,7 @@ def sum_slots_launch(slots: Tensor, destination: Tensor, out: Tensor, values: tu
     """The launch that writes `out` [T, D] from slots [R, D]; `values` are one number of each slot and their copy."""
     tokens, width = out.shape
     found = (slots, out) if values is None else values  # not read
-    tiling = _tiling(width, None if values is None else found[0])
+    tiling = _tiling(slots, None if values is None else found[0])
     arguments = {
         "slots_ptr": slots,
         "values_ptr": found[0],

@@ -72,9 +72,7 @@ class Caster:
 
     def call(self, at: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
         """A call before `at`, credited to the same layer node."""
-        new = self.rewriter.call_before(at, f"{prefix_of(at)}{what}", target, *args)
-        facts(new).update(layer=facts(at)["layer"], direction=facts(at)["direction"])
-        return new
+        return call_like(self.rewriter, at, what, target, *args)
 
     def parts(self, at: fx.Node, call: fx.Node, count: int) -> tuple[fx.Node, ...]:
         """The results of a call, taken apart."""
@@ -107,6 +105,13 @@ class Caster:
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """`by` in the place of `node`."""
         self.rewriter.replace(node, by)
+
+
+def call_like(rewriter: Rewriter, at: fx.Node, what: str, target: Any, *args: Any) -> fx.Node:
+    """A call before `at`, credited to the same layer node and direction, named `what`."""
+    new = rewriter.call_before(at, f"{prefix_of(at)}{what}", target, *args)
+    facts(new).update(layer=facts(at)["layer"], direction=facts(at)["direction"])
+    return new
 
 
 def products_of(graph: fx.Graph) -> list[Product]:

@@ -40,6 +40,7 @@ from moegraph.specs.schema import Spec
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SHARED = "shared."
+_LATE = ops.WEIGHT_GRADIENTS | {torch.ops.moegraph.mx_decode.default}  # and what makes rows for them of a payload
 
 
 @registry.register
@@ -70,14 +71,19 @@ class OverlapCommunication(Pass):
 
 
 def _exchanges(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(start, wait) of each exchange of floating-point rows, in order."""
+    """(start, wait) of each exchange of rows, floating-point or payloads of bytes, in order."""
     found = []
     for wait in graph.nodes:
-        if wait.op == "call_function" and wait.target is _WAIT and wait.meta["val"].is_floating_point():
+        if wait.op == "call_function" and wait.target is _WAIT and _has_rows(wait.meta["val"]):
             start = wait.args[0]
-            if isinstance(start, fx.Node) and wait.meta["val"].shape[-1] > 1:  # router weights are a column
+            if isinstance(start, fx.Node):
                 found.append((start, wait))
     return found
+
+
+def _has_rows(value: torch.Tensor) -> bool:
+    """Not router weights, which are a column, nor counts."""
+    return value.shape[-1] > 1 and (value.is_floating_point() or value.dtype == torch.uint8)
 
 
 def _take_turns(rewriter: Rewriter, direction: str) -> list[str]:
@@ -129,7 +135,7 @@ def _fill(rewriter: Rewriter, start: fx.Node, wait: fx.Node) -> list[str]:
             moved.append(display_name(node))
     needed, output = _needed(start), rewriter.output_node()
     for node in reversed([n for n in rewriter.graph.nodes if order[n] < order[start]]):
-        movable = node.target in ops.WEIGHT_GRADIENTS or _is_shared(node, wait)
+        movable = node.target in _LATE or _is_shared(node, wait)
         waited_for = node in needed or any(user is not output and order[user] < order[start] for user in node.users)
         if movable and not waited_for and "overlaps" not in facts(node):
             start.append(node)

@@ -96,8 +96,9 @@ def overlap_has_effect(spec: Spec, report: Report) -> None:
 def low_precision_fits(spec: Spec, report: Report) -> None:
     """8-bit operands are made from bf16, in one format, for experts."""
     precision, moe = spec.precision, spec.model.moe
-    asked = {"precision.mxfp8.experts": precision.mxfp8.experts, "precision.fp8": precision.fp8}
-    for path, word in asked.items():
+    experts, dispatch = precision.mxfp8.experts, precision.mxfp8.dispatch
+    paths = ("precision.mxfp8.experts", "precision.mxfp8.dispatch", "precision.fp8")
+    for path, word in zip(paths, (experts, dispatch, precision.fp8), strict=True):
         if word == "off":
             continue
         if precision.compute != "bf16":
@@ -105,10 +106,10 @@ def low_precision_fits(spec: Spec, report: Report) -> None:
             report.add(path, message, allowed="off", fix="add precision.compute=bf16, or use off")
         if moe is None:
             report.add(path, "has no effect in a model without experts", allowed="off")
-    if moe is not None and precision.mxfp8.experts == "on" and (spec.model.d_model % 32 or moe.d_ff % 32):
+    if moe is not None and experts == "on" and (spec.model.d_model % 32 or moe.d_ff % 32):
         message = f"needs widths of whole blocks of 32, and they are {spec.model.d_model} and {moe.d_ff}"
         report.add("precision.mxfp8.experts", message, allowed="auto | off")
-    if "off" not in asked.values():
+    if experts != "off" and precision.fp8 != "off":
         report.add("precision.fp8", "and precision.mxfp8.experts are both on: a product has operands of one format")
     if precision.fp8_wgrad and precision.fp8 == "off":
         report.add("precision.fp8_wgrad", "has no effect with precision.fp8 off", fix="add precision.fp8=rowwise")
@@ -136,6 +137,18 @@ def saved_in_mxfp8_fits(spec: Spec, report: Report) -> None:
     if passes.recompute.policy == "full" and passes.recompute.layers == "all":
         message = "has no effect with passes.recompute.policy full, which keeps no pre-activation"
         report.add(path, message, allowed="off")
+
+
+def dispatch_cast_has_effect(spec: Spec, report: Report) -> None:
+    """Rows travel in MXFP8 where rows travel, in whole blocks of 32. (`auto` decides both by itself.)"""
+    if spec.precision.mxfp8.dispatch != "on":
+        return
+    path, width = "precision.mxfp8.dispatch", spec.model.d_model
+    if spec.layout.ep == 1 and spec.model.moe is not None:
+        message = "has no effect with ep 1, where no row leaves its rank"
+        report.add(path, message, allowed="auto | off", fix="raise layout.ep, or use auto")
+    if width % 32:
+        report.add(path, f"needs a d_model of whole blocks of 32, and it is {width}", allowed="auto | off")
 
 
 def recompute_has_effect(spec: Spec, report: Report) -> None:
@@ -240,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     overlap_has_effect,
     low_precision_fits,
     saved_in_mxfp8_fits,
+    dispatch_cast_has_effect,
     recompute_has_effect,
     checkpoints_have_effect,
     skips_have_effect,

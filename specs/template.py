@@ -94,7 +94,7 @@ precision:
     saved: off                         # on: fused experts keep half as much for backward
     shared: off
     attention: off
-    dispatch: off
+    dispatch: off                      # on | auto: rows that travel to other ranks, in half the bytes
   fp8: off                             # or rowwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 

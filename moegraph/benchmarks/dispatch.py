@@ -7,7 +7,8 @@
 `nccl` permutes rows, exchanges them, and regroups them by expert (and the reverse); it knows the sizes of its parts
 beforehand, `nccl, sizes read` asks the device for them once, as it has to in training. `direct` includes the exchange
 of counts and the plan. Routing and its sort are done beforehand for all. Experts do nothing: rows go back as they came.
-All rows of the table give the same bits, and that is checked.
+`direct, mxfp8` sends rows and the gradients of sums in MXFP8, casts included, and bf16 back. All rows of the table give
+the same bits, and that is checked; those in MXFP8 are nccl's of inputs that have been through MXFP8.
 
 Ranks run the same jobs in the same order, a fixed number of times: how long one took never decides what comes next.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,13 @@ from torch import Tensor
 
 from moegraph import ops
 from moegraph.benchmarks.timing import synchronize
+from moegraph.graph.dispatch_cost import BF16, PAYLOAD
+from moegraph.ops.mx_format import BLOCK
 from moegraph.runtime.mesh import Mesh
 
 STAGES = ("dispatch", "forward", "forward+backward")
-TRANSFERS = {"dispatch": 1, "forward": 2, "forward+backward": 4}
+TRANSFERS = {"dispatch": (1, 0), "forward": (1, 1), "forward+backward": (2, 2)}  # out, home
+MXFP8 = "direct, mxfp8"
 GROUP = ops.EXPERT_GROUP
 _WARM_TURNS, _IN_A_ROW = 4, 3
 Results = tuple[Tensor, ...]
@@ -97,17 +101,22 @@ def exchanged_counts(i: Inputs) -> Tensor:
     return ops.all_to_all_wait(ops.all_to_all_start(told, one, one, GROUP), one, one, GROUP)
 
 
-def direct(i: Inputs, stage: str) -> Results:
-    """(rows, row weights, sums, gradient of x, of the weights), as far as the stage goes."""
+def direct(i: Inputs, stage: str, low: bool = False) -> Results:
+    """(rows, row weights, sums, gradient of x, of the weights), as far as the stage goes; `low`: rows go out in MXFP8
+    and are made bf16 where they arrive."""
     counts, top_k = exchanged_counts(i), i.weights.shape[1]
     destination, local, _ = ops.direct_plan(i.inverse, i.offsets, counts, i.room)
-    rows, weight, origin = ops.direct_dispatch(i.x, i.weights, destination, local, counts, i.room, GROUP)
+    x = ops.mx_encode(i.x) if low else i.x
+    rows, weight, origin = ops.direct_dispatch(x, i.weights, destination, local, counts, i.room, GROUP)
+    rows = ops.mx_decode(rows) if low else rows
     if stage == "dispatch":
         return rows, weight
     out = ops.direct_return(rows, origin, destination, local, counts, top_k, GROUP)
     if stage == "forward":
         return rows, weight, out
-    grad = ops.direct_put(i.tangent, destination, local, counts, i.room, GROUP)
+    tangent = ops.mx_encode(i.tangent) if low else i.tangent
+    grad = ops.direct_put(tangent, destination, local, counts, i.room, GROUP)
+    grad = ops.mx_decode(grad) if low else grad
     return rows, weight, out, *ops.direct_take(grad, weight, origin, destination, local, counts, top_k, GROUP)
 
 
@@ -191,6 +200,10 @@ def time_dispatch(
         "nccl": lambda stage: nccl(i, stage, known),
         "nccl, sizes read": lambda stage: nccl(i, stage, None),
     }
+    if width % BLOCK == 0:
+        ways[MXFP8] = lambda stage: direct(i, stage, low=True)
+    else:
+        report(f"no row in MXFP8: d_model {width} is not whole blocks of {BLOCK}")
     shape = {
         "ranks": mesh.ep,
         "tokens_per_rank": tokens,
@@ -201,7 +214,8 @@ def time_dispatch(
         "dtype": str(i.x.dtype).removeprefix("torch."),
     }
     found = DispatchReport(device_name(device), _versions(device), shape)
-    found.equal = {way: _same(ways[way](STAGES[-1]), ways["nccl"](STAGES[-1]), device) for way in ways if way != "nccl"}
+    found.equal = {way: _same(job(STAGES[-1]), _expected(i, way, known), device) for way, job in ways.items()}
+    del found.equal["nccl"]
     jobs = {(way, stage): job for stage in STAGES for way, job in ways.items()}
     seconds = time_ranks(jobs, device, repeats)
     remote = sum(count for rank, count in enumerate(known.send) if rank != mesh.ep_rank)
@@ -210,13 +224,28 @@ def time_dispatch(
         [[statistics.median(each), min(each)] for each in seconds.values()], dtype=torch.float64, device=device
     )
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    sent = torch.tensor(remote / 2 * i.x.element_size() * width, dtype=torch.float64, device=device)
+    sent = torch.tensor(remote / 2 * width, dtype=torch.float64, device=device)
     dist.all_reduce(sent)
-    each_way = float(sent) / mesh.ep  # bytes that a rank writes to others in one transfer, on average
+    each_way = float(sent) / mesh.ep  # elements that a rank writes to others in one transfer, on average
     for (way, stage), (median, least) in zip(seconds, numbers.tolist(), strict=True):
-        rate = TRANSFERS[stage] * each_way / median / 1e9
+        rate = _bytes_per_element(way, stage, i.x) * each_way / median / 1e9
         found.rows.append(Row(way, stage, 1e3 * median, 1e3 * least, rate))
     return found
+
+
+def _bytes_per_element(way: str, stage: str, x: Tensor) -> float:
+    """Of all transfers of a stage together."""
+    out, home = TRANSFERS[stage]
+    sizes = (PAYLOAD, BF16) if way == MXFP8 else (x.element_size(), x.element_size())
+    return out * sizes[0] + home * sizes[1]
+
+
+def _expected(i: Inputs, way: str, known: Sizes) -> Results:
+    """What a way should give, by nccl."""
+    if way == MXFP8:
+        x, tangent = (ops.mx_decode(ops.mx_encode(each)) for each in (i.x, i.tangent))
+        i = replace(i, x=x, tangent=tangent)
+    return nccl(i, STAGES[-1], known)
 
 
 def time_ranks(

@@ -100,13 +100,17 @@ class Rewriter:
         self.module.meta["parameters"] = {**self.module.meta["parameters"], parameter.name: parameter}
         self.rewritten.append(display_name(node))
 
+    def evaluate(self, node: fx.Node) -> None:
+        """Records a call's value anew, after its arguments changed."""
+        with self._fake_mode():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
     def evaluate_again(self) -> None:
         """Records every call's value anew, after arguments changed their shape."""
-        with self._fake_mode():
-            for node in self.graph.nodes:
-                if node.op == "call_function":
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-                    node.meta["val"] = node.target(*args, **kwargs)
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                self.evaluate(node)
         result = self.output_node()
         values: Any = result.args[0]
         result.meta["val"] = tuple(value.meta["val"] for value in values)

@@ -53,6 +53,7 @@ from moegraph.ops.grouped_mm import (
 )
 from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.mx_format import mx_dequantize, mx_quantize
+from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
 from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
@@ -135,8 +136,10 @@ __all__ = [
     "join_tokens",
     "linear",
     "merge_heads",
+    "mx_decode",
     "mx_dequantize",
     "mx_dequantize_rows",
+    "mx_encode",
     "mx_permute_quantize",
     "mx_quantize",
     "mx_quantize_both",
@@ -144,6 +147,7 @@ __all__ = [
     "mx_quantize_ragged_both",
     "mx_quantize_ragged_columns",
     "mx_quantize_rows",
+    "mx_split",
     "overflow",
     "pack_rows",
     "permute",

@@ -14,6 +14,9 @@ On the CPU, and for simulated ranks, they run their declared equivalent: whole b
 `all_to_all` that the transport `padded` uses (`moegraph.ops.exchange`), then each row to its place. Values are bitwise
 those of `direct` and of `padded`. CUDA tensors without symmetric memory are a RunError, never a silent detour.
 
+Rows that go out may be payloads of MXFP8 (`moegraph.ops.mx_payload`), uint8: `direct_dispatch` and `direct_put` move
+their bytes. What returns is summed, so it is never a payload.
+
 Legend: T tokens, D width, K top-k, R = T·K slots of this rank, P ranks of the group, N rows of a rank's buffer,
 L experts of a rank. Indices are int32 on the device.
 """

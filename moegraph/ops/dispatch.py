@@ -65,8 +65,17 @@ def _pack_rows(rows: Tensor, offsets: Tensor, ranks: int, capacity: int) -> Tens
     source = starts[:, None] + places
     exists = source < ends[:, None]
     source = torch.where(exists, source, 0).reshape(-1)
-    packed = rows.index_select(0, source)
-    return packed.masked_fill_(~exists.reshape(-1, *[1] * (rows.dim() - 1)), 0)
+    words = _as_words(rows)
+    packed = words.index_select(0, source)
+    packed.masked_fill_(~exists.reshape(-1, *[1] * (rows.dim() - 1)), 0)
+    return packed.view(rows.dtype)
+
+
+def _as_words(rows: Tensor) -> Tensor:
+    """Payloads of bytes, which torch would copy byte by byte, as a view of words where they are whole words."""
+    if rows.dtype == torch.uint8 and rows.shape[-1] % 8 == 0 and rows.is_contiguous():
+        return rows.view(torch.int64)
+    return rows
 
 
 @_pack_rows.register_fake

@@ -62,8 +62,8 @@ def _zero_past(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _uses_kernels(x: Tensor) -> bool:
-    """moegraph's Triton kernels move rows on CUDA; they sum in fp32, so fp64 stays with torch."""
-    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """moegraph's Triton kernels move rows on CUDA, of bytes too; they sum in fp32, so fp64 stays with torch."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 
 
 @torch.library.custom_op("moegraph::permute", mutates_args=())
@@ -126,7 +126,7 @@ sum_rows.register_autograd(_combine_backward, setup_context=_save_indices)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k: int) -> Tensor:
-    """Token rows x [T, D] → expert-sorted rows [R, D]; rows past offsets[-1] are zeros.
+    """Token rows x [T, D], or their payload, → expert-sorted rows [R, D]; rows past offsets[-1] are zeros.
 
     Its gradient is `combine`: each token sums the gradients of its K rows, in slot order.
     """

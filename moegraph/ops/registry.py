@@ -42,6 +42,7 @@ from moegraph.ops.expert_bias import add_bias, add_expert_bias
 from moegraph.ops.expert_ffn import expert_ffn
 from moegraph.ops.grouped_mm import grouped_mm
 from moegraph.ops.linear import linear, router_logits
+from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
 from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
@@ -179,6 +180,9 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     mx_quantize_both: Facts("gather", (_mg.mx_quantize_both.default,)),
     mx_quantize_ragged_both: Facts("gather", (_mg.mx_quantize_ragged_both.default,)),
     fp8_quantize_rows: Facts("gather", (_mg.fp8_quantize_rows.default,)),
+    mx_encode: Facts("gather", (_mg.mx_encode.default,)),
+    mx_split: Facts("gather", (_mg.mx_split.default,)),
+    mx_decode: Facts("pointwise", (_mg.mx_decode.default,)),
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
     fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),

@@ -35,6 +35,7 @@ def with_world(spec: Spec, world: int) -> Spec:
     if ep == 1:
         for name in ("transport", "capacity", "overflow"):
             new[name] = Layout.model_fields[name].default
+        data["precision"]["mxfp8"]["dispatch"] = "off"
     elif layout.ep == 1:
         new["transport"] = "padded"
     del data["train"]["schedule"]  # need not fit steps that were cut short by --set

@@ -16,6 +16,7 @@ from typing import Any
 from moegraph.errors import CheckFailed
 from moegraph.graph.program import Program, Unit
 from moegraph.lowering import lower
+from moegraph.passes.cast_dispatch import CastDispatch
 from moegraph.passes.cast_fp8 import CastFp8
 from moegraph.passes.cast_mxfp8 import CastMxfp8
 from moegraph.passes.dispatch_experts import DispatchExperts
@@ -131,8 +132,8 @@ def _verdict(previous: PassRecord, record: PassRecord, seed: int, plant: bool) -
             lost = sum(map(lost_rows, found))
             problems += [f"{kind}: {lost} rows did not fit into their buckets, which hold any routing"] if lost else []
             notes += _tight(record.made_by, before, unit, seed, problems)
-        if rewritten and isinstance(record.made_by, (CastFp8, CastMxfp8, SaveMxfp8)):
-            notes.append(f"{kind}, SQNR against the graph before: {signal_to_noise(trial.expected, found)}")
+        if rewritten and isinstance(record.made_by, (CastDispatch, CastFp8, CastMxfp8, SaveMxfp8)):
+            notes.append(f"{kind}, SQNR against what was before: {signal_to_noise(trial.expected, found)}")
         if plant and (rewritten or record.made_by is None):
             seen += _planted(record, new, trial, tolerance, rewritten)
     problems += _silent(previous, record)

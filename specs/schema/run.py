@@ -35,8 +35,9 @@ class Layout(Section):
 
 
 class Mxfp8(Section):
-    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
-    far. `saved` is another question: whether fused experts keep their pre-activation for backward in MXFP8."""
+    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `experts` are their
+    products, `dispatch` the rows that travel to experts of other ranks; `shared` and `attention` do not exist yet.
+    `saved` is another question: whether fused experts keep their pre-activation for backward in MXFP8."""
 
     experts: Literal["auto", "on", "off"] = "off"
     saved: Literal["on", "off"] = "off"

@@ -110,7 +110,7 @@ def test_a_layer_needs_a_cuda_device_and_says_so(moegraph: Moegraph) -> None:
 
 def test_dispatch_between_two_ranks_is_timed_in_every_way_and_gives_the_same_bits() -> None:
     """Processes of their own: as from a shell."""
-    sizes = ("--tokens", "32", "--d-model", "16", "--experts", "4", "--top-k", "2", "--repeats", "1")
+    sizes = ("--tokens", "32", "--d-model", "32", "--experts", "4", "--top-k", "2", "--repeats", "1")
     command = [
         sys.executable,
         "-m",
@@ -127,8 +127,8 @@ def test_dispatch_between_two_ranks_is_timed_in_every_way_and_gives_the_same_bit
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["equal"] == {"direct": True, "nccl, sizes read": True}
-    assert len(found["rows"]) == 9
+    assert found["equal"] == {"direct": True, "nccl, sizes read": True, "direct, mxfp8": True}
+    assert len(found["rows"]) == 12
     assert all(0 < row["least_milliseconds"] <= row["milliseconds"] for row in found["rows"])
     assert found["shape"]["ranks"] == 2
     assert {"torch", "triton"} <= found["versions"].keys()

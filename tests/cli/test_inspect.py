@@ -31,6 +31,21 @@ def test_the_difference_that_balance_losses_make_reads_well(
     golden("tiny-balance-losses.diff", done.out)
 
 
+def test_precision_says_what_would_travel_in_8_bits_how_many_bytes_that_is_and_why(inspect: Moegraph) -> None:
+    assert "no row travels: layout.ep is 1" in inspect("--precision").out
+    values = ("layout={dp: 2, ep: 2}", "model.d_model=32", "precision={compute: bf16, mxfp8: {dispatch: 'on'}}")
+    low = [word for value in values for word in ("--set", value)]
+    rows, gradients = inspect(*low, "--precision", "--json").json["dispatch"]["trips"]
+    assert (rows["what"], gradients["what"]) == ("rows", "gradients")
+    for trip in (rows, gradients):
+        assert trip["low"]
+        assert trip["reason"] == "the spec asks for it"
+        assert trip["low_bytes"] * 64 == trip["bf16_bytes"] * 33
+    assert re.search(r"moe.return/grad.exact_exchange +gradients +mxfp8", inspect(*low, "--precision").out)
+    difference = inspect(*low, "--diff", "cast-dispatch", "--kind", "moe").out
+    assert "+2 moegraph.mx_encode" in difference
+
+
 def test_by_default_the_graphs_after_the_last_layer_pass_are_printed(inspect: Moegraph) -> None:
     done = inspect()
     headers = [line for line in done.out.splitlines() if line.startswith("#")]

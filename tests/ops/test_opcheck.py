@@ -111,10 +111,30 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "mx_permute_quantize": (mg.mx_permute_quantize, (*floats((T, 64)), *DROPPED, K, True), NO_GRADIENT),
     "fp8_permute_quantize": (mg.fp8_permute_quantize, (*floats((T, D)), *DROPPED, K), NO_GRADIENT),
+    "mx_encode": (mg.mx_encode, (*floats((T, 64)),), NO_GRADIENT),
+    "mx_decode": (mg.mx_decode, (ops.mx_encode(*floats((T, 64))),), NO_GRADIENT),
+    "mx_split": (mg.mx_split, (ops.mx_encode(*floats((ROWS, 64))), OFFSETS), NO_GRADIENT),
     **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),
     "cross_entropy_backward": (mg.cross_entropy_backward, cross_entropy_backward_arguments(), NO_GRADIENT),
 }
+
+
+TRANSPOSED = floats((E, 64, 32))[0].transpose(1, 2)
+OF_TRANSPOSED = {
+    "mx_quantize_rows": (mg.mx_quantize_rows, (TRANSPOSED, None, True)),
+    "mx_quantize_columns": (mg.mx_quantize_columns, (TRANSPOSED, True)),
+    "mx_quantize_both": (mg.mx_quantize_both, (TRANSPOSED, False)),
+    "mx_encode": (mg.mx_encode, (TRANSPOSED[0],)),
+    "fp8_quantize_rows": (mg.fp8_quantize_rows, (TRANSPOSED, None)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSPOSED)
+def test_what_is_made_of_a_transposed_weight_lies_in_memory_as_the_fake_kernel_says(name: str) -> None:
+    """Inductor relies on it."""
+    op, arguments = OF_TRANSPOSED[name]
+    torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -20,6 +20,7 @@ BUILT_IN = [
     *LAYER,
     *CASTS,
     "save-mxfp8",
+    "cast-dispatch",
     "fold-casts",
     "recompute",
     "overlap-communication",
@@ -44,7 +45,10 @@ def test_the_built_in_passes_run_in_the_documented_order() -> None:
         "layout={dp: 2, ep: 2, transport: padded}",
         f"passes={{fuse-experts: {{enabled: true}}, {overlap}}}",
     )
-    low = ("precision.compute=bf16", "precision.mxfp8={experts: auto, saved: 'on'}")  # one format at a time
+    low = (
+        "precision.compute=bf16",
+        "precision.mxfp8={experts: auto, saved: 'on', dispatch: auto}",
+    )  # one format at a time
     found = [p.name for p in passes_for(small_spec(*everything, *low))]
     assert found == [name for name in BUILT_IN if name != "cast-fp8"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moegraph.graph.effects import is_communication
 from moegraph.graph.names import display_name
 from moegraph.graph.program import Unit
@@ -60,6 +62,21 @@ def test_a_block_without_shared_experts_still_delays_its_weight_gradients() -> N
     record = compile_once(layout_spec(ON, "model.moe.shared=null", **EP)).record("overlap-communication")
     assert list(record.rewritten["moe"]) == ["moe.up/grad.grouped_mm_wgrad", "moe.down/grad.grouped_mm_wgrad"]
     assert "nothing is exchanged" in record.notes["dense"]
+
+
+@pytest.mark.slow
+def test_around_rows_that_travel_in_mxfp8_the_same_moves_with_what_decodes_them_for_weight_gradients() -> None:
+    low = ("precision={compute: bf16, mxfp8: {dispatch: 'on'}}", "model.d_model=32")
+    unit = compile_once(layout_spec(ON, *low, **EP)).program.units["moe"]
+    forward, backward = names(unit, "forward"), names(unit, "backward")
+    start, wait = forward.index("moe.dispatch_start/all_to_all_single"), forward.index("moe.dispatch/wait_tensor")
+    assert {name.split("/")[0] for name in forward[start + 1 : wait]} == {"shared.up", "shared.act", "shared.down"}
+    start, wait = (
+        backward.index("moe.dispatch/grad.all_to_all_single"),
+        backward.index("moe.dispatch_start/grad.wait_tensor"),
+    )
+    late = ["moe.down/grad.grouped_mm_wgrad", "moe.up/grad.mx_decode", "moe.up/grad.grouped_mm_wgrad"]
+    assert backward[start + 1 : wait] == late
 
 
 def test_the_opaque_exchange_has_no_place_for_other_work() -> None:

@@ -78,11 +78,22 @@ def test_two_gpus_never_wait_either_and_learn_the_same_as_one(pair: RankPool, la
     assert found[0] == pytest.approx(expected, rel=2e-3)
 
 
-def steps_without_wait(rank: int, layout: str) -> list[float]:
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["padded", "direct"])
+def test_rows_that_travel_in_mxfp8_never_wait_either_and_teach_nearly_the_same(pair: RankPool, transport: str) -> None:
+    layout = f"{{dp: 2, ep: 2, transport: {transport}, capacity: 2, microbatches: 2}}"
+    expected = pair.run(2, steps_without_wait, layout)[0]
+    found = pair.run(2, steps_without_wait, layout, "precision.mxfp8.dispatch='on'")
+    assert found[0] == found[1]
+    assert found[0] != expected
+    assert found[0] == pytest.approx(expected, rel=1e-2)
+
+
+def steps_without_wait(rank: int, layout: str, *options: str) -> list[float]:
     """The losses of four steps; no part of the last three but the agreement waits for the device."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    overrides = ("precision.compute=bf16", "passes.fuse-experts.enabled=true", f"layout={layout}")
+    overrides = ("precision.compute=bf16", "passes.fuse-experts.enabled=true", f"layout={layout}", *options)
     spec = small_spec(*overrides)
     losses = []
     with join(spec.layout, rank, spec.layout.world, device) as mesh:

@@ -37,7 +37,6 @@ ASKED = {
     "model.moe.router.jitter": "0.1",
     "precision.mxfp8.shared": "'on'",
     "precision.mxfp8.attention": "auto",
-    "precision.mxfp8.dispatch": "'on'",
 }
 
 # What a word needs around it to make sense.
@@ -62,6 +61,7 @@ AROUND = {
     ],
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
     "precision.mxfp8.saved": ["passes.fuse-experts.enabled=true"],
+    "precision.mxfp8.dispatch": ["layout.dp=2", "layout.ep=2"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }
