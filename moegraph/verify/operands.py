@@ -73,7 +73,8 @@ def _swizzled(node: fx.Node, plain: bool) -> bool:
 def _offsets(node: Any) -> Any:
     """The offsets of the rows; of runs that a quantiser padded, those that it was given."""
     made_by, _ = _result(node)
-    return node if made_by is None else _arguments(made_by).get("offsets", node)
+    padded = made_by is not None and "quantize" in str(made_by.target)
+    return _arguments(made_by).get("offsets", node) if made_by is not None and padded else node
 
 
 def _result(node: Any) -> tuple[fx.Node | None, int]:
