@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from moegraph.graph.precision_cost import Decision, decide
 from moegraph.graph.program import Unit
-from moegraph.passes.cast_mxfp8 import cast
+from moegraph.passes.cast_mxfp8 import Decided, cast
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
-from moegraph.passes.low_precision import Product, Recipe
+from moegraph.passes.low_precision import Product, Recipe, products_of
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
@@ -54,7 +55,11 @@ class CastFp8(Pass):
         return cls(spec.precision.fp8_wgrad) if spec.precision.fp8 == "rowwise" else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
-        return cast(unit, self.name, FP8, self.decide)
+        return cast(unit, self.name, FP8, self.decisions)
+
+    def decisions(self, joint: fx.GraphModule) -> Decided:
+        """Every product that could be cast, whether it is, and why."""
+        return [(product, self.decide(product)) for product in products_of(joint.graph)]
 
     def decide(self, product: Product) -> Decision:
         """Whether this product is cast, and why."""

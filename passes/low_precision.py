@@ -47,7 +47,8 @@ class Recipe:
 @dataclass(frozen=True)
 class Product:
     """A product of experts as a pass finds it: contraction k and output width n of each expert, over so many rows.
-    Fused experts are both projections: n = 3F, as if of one product. `side` is the shortest of a weight."""
+    Fused experts are both projections: n = 3F, as if of one product. `side` is the shortest of a weight. `part` of the
+    model: experts, shared or attention; a linear layer has one expert, and an `operand` that others may read too."""
 
     node: fx.Node
     kind: str  # forward, input gradient, weight gradient
@@ -56,6 +57,8 @@ class Product:
     rows: int
     experts: int
     side: int
+    part: str = "experts"
+    operand: fx.Node | None = None
 
 
 @dataclass

@@ -29,7 +29,7 @@ from moegraph.specs.schema import Spec
 
 aten = torch.ops.aten
 _EXPENSIVE: frozenset[object] = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default}).union(
-    *(facts.overloads for facts in ops.OPERATORS.values() if facts.cost != "pointwise")
+    ops.SCALED_PRODUCTS, *(facts.overloads for facts in ops.OPERATORS.values() if facts.cost != "pointwise")
 )
 
 

@@ -1,4 +1,4 @@
-"""`moegraph inspect SPEC --precision`: the format of each product of experts, the predicted times, and why."""
+"""`moegraph inspect SPEC --precision`: the format of each product that could be cast, the predicted times, and why."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ if TYPE_CHECKING:
 
 
 def print_precision(compiled: Compiled, *, as_json: bool) -> None:
-    """Prints the decisions of the spec's cast; where it asks for none, those that `mxfp8.experts: auto` would make."""
+    """Prints the decisions of the spec's cast; where it asks for none, those that `auto` would make everywhere."""
     from moegraph.graph.names import display_name
     from moegraph.passes.cast_fp8 import CastFp8
     from moegraph.passes.cast_mxfp8 import CastMxfp8
-    from moegraph.passes.low_precision import products_of
     from moegraph.passes.pipeline import TRACE
 
     asked = CastMxfp8.from_spec(compiled.spec) or CastFp8.from_spec(compiled.spec)
-    made_by = asked or CastMxfp8("auto")
+    made_by = asked or CastMxfp8("auto", "auto", "auto")
     rows: list[dict[str, Any]] = []
     for kind, unit in compiled.record(TRACE).program.units.items():
-        for product in products_of(unit.graphs["joint"].graph):
-            found = made_by.decide(product)
-            rows.append({"kind": kind, "node": display_name(product.node), **found.to_json()})
+        for product, found in made_by.decisions(unit.graphs["joint"]):
+            row = {"kind": kind, "node": display_name(product.node), "part": product.part}
+            rows.append({**row, **found.to_json()})
     if as_json:
         print_json({"pass": made_by.name, "asked_for": asked is not None, "products": rows})
         return
     if not rows:
-        print("no products of experts in this model")
+        print("no product of this model can be cast")
         return
-    print(made_by.name if asked else f"the spec casts nothing; with precision.mxfp8.experts=auto {made_by.name} would:")
+    print(
+        made_by.name if asked else f"the spec casts nothing; with precision.mxfp8 auto throughout {made_by.name} would:"
+    )
     columns = ["kind", "node", "product", ">n", ">k", "format", ">bf16 ms", ">8 bit ms", "why"]
     print_table(columns, [_row(row, made_by.name.removeprefix("cast-")) for row in rows])
 

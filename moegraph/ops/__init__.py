@@ -13,6 +13,7 @@ from __future__ import annotations
 
 # Operators of step graphs only, in modules of their own; importing registers them.
 from moegraph.ops import block_mm as block_mm
+from moegraph.ops import mx_linear as mx_linear
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import scaled_mm as scaled_mm
 from moegraph.ops.attention import attention, attention_backward
@@ -64,7 +65,15 @@ from moegraph.ops.quantize import (
     mx_quantize_rows,
 )
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
-from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION, NEVER_RECOMPUTE, OPERATORS, WEIGHT_GRADIENTS, Facts
+from moegraph.ops.registry import (
+    ACCUMULATIONS,
+    COMMUNICATION,
+    NEVER_RECOMPUTE,
+    OPERATORS,
+    SCALED_PRODUCTS,
+    WEIGHT_GRADIENTS,
+    Facts,
+)
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
 from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tokens, token_mask
@@ -75,6 +84,7 @@ __all__ = [
     "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
     "OPERATORS",
+    "SCALED_PRODUCTS",
     "WEIGHT_GRADIENTS",
     "Facts",
     "add",

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
+from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
+from moegraph.ops import mx_mm as mx_mm
+from moegraph.ops import scaled_mm as scaled_mm
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
     balance_micro_batch,
@@ -72,6 +74,19 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
 # Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments). The only operators in
 # a graph that write to an argument.
 ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default}
+
+# Products of quantised operands, which take the place of those of layer-graph callables: as dear as they are.
+SCALED_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        _mg.mx_grouped_mm.default,
+        _mg.mx_up_swiglu.default,
+        _mg.mx_dgrad_swiglu.default,
+        _mg.mx_linear.default,
+        _mg.fp8_grouped_mm.default,
+        _mg.fp8_up_swiglu.default,
+        _mg.fp8_dgrad_swiglu.default,
+    }
+)
 
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.

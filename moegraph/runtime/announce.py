@@ -26,7 +26,7 @@ def announce(engine: Engine, folder: Path, flops_per_token: float, note: Callabl
         f"run: {folder}, {device_name(engine.device)}, compute {spec.precision.compute}, "
         f"{len(program.units)} kinds of block, {spec.train.compile}"
     )
-    if spec.precision.mxfp8.experts != "off" or spec.precision.fp8 != "off":
+    if spec.precision.mxfp8.parts or spec.precision.fp8 != "off":
         note(low_precision_text(spec, engine.device))
     layout = spec.layout
     if layout.world > 1:

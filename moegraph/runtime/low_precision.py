@@ -12,10 +12,23 @@ def low_precision_text(spec: Spec, device: torch.device) -> str:
     from moegraph.ops.mx_mm import mx_backend
     from moegraph.ops.scaled_mm import fp8_backend
 
-    moe = spec.model.moe
-    assert moe is not None
-    mx = spec.precision.mxfp8.experts != "off"
-    backend, reason = (mx_backend if mx else fp8_backend)(moe.d_ff, spec.model.d_model, device)
-    name = f"mxfp8 ({spec.precision.mxfp8.experts})" if mx else f"fp8 ({spec.precision.fp8})"
+    parts, d_model = spec.precision.mxfp8.parts, spec.model.d_model
+    width = _width(spec, next(iter(parts), "experts"))
+    backend, reason = (mx_backend if parts else fp8_backend)(width, d_model, device)
+    names = [f"{_NAMES[part]} in mxfp8 ({word})" for part, word in parts.items()]
+    what = ", ".join(names) or f"experts in fp8 ({spec.precision.fp8})"
     how = "on matrix units of its own" if backend == "triton" else "emulated here: its numbers without its speed"
-    return f"precision: experts in {name}, {how}: {reason}"
+    return f"precision: {what}, {how}: {reason}"
+
+
+_NAMES = {"experts": "experts", "shared": "shared experts", "attention": "projections of attention"}
+
+
+def _width(spec: Spec, part: str) -> int:
+    """How many columns the first product of that part of the model has."""
+    moe = spec.model.moe
+    if part == "attention" or moe is None:
+        return spec.model.attention.num_heads * spec.model.head_dim
+    if part == "shared" and moe.shared is not None:
+        return moe.shared.num_experts * (moe.shared.d_ff or moe.d_ff)
+    return moe.d_ff

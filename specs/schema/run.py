@@ -35,13 +35,19 @@ class Layout(Section):
 
 
 class Mxfp8(Section):
-    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. Only `experts` exists so
-    far."""
+    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `shared` are the linear
+    layers of shared experts, `attention` the q, k, v and output projections; `dispatch` does not exist yet."""
 
     experts: Literal["auto", "on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
     attention: Literal["auto", "on", "off"] = "off"
     dispatch: Literal["auto", "on", "off"] = "off"
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts of the model whose products are cast: part → auto or on."""
+        chosen = {"experts": self.experts, "shared": self.shared, "attention": self.attention}
+        return {part: word for part, word in chosen.items() if word != "off"}
 
 
 class Precision(Section):

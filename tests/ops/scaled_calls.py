@@ -36,6 +36,7 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         "fp8_block_grouped_mm": (*block_scaled, offsets, row_weight),
         "fp8_up_swiglu_blocks": (*quantised(x), *quantised(up), offsets),
         "mx_grouped_mm": (*mx_quantised(x), *mx_quantised(down_t), offsets, bias, row_weight),
+        "mx_linear": (*mx_quantised(x), *mx_quantised(down_t[0]), bias[0]),
         "mx_up_swiglu": (*mx_quantised(x), *mx_quantised(up), offsets),
         "mx_dgrad_swiglu": (*mx_quantised(x), *mx_quantised(down_t), z, row_weight, offsets),
     }

@@ -35,8 +35,6 @@ ASKED = {
     "model.multi_token_prediction": "{depth: 1}",
     "model.moe.router.algorithm": "sparsemixer",
     "model.moe.router.jitter": "0.1",
-    "precision.mxfp8.shared": "'on'",
-    "precision.mxfp8.attention": "auto",
     "precision.mxfp8.dispatch": "'on'",
 }
 
@@ -61,6 +59,7 @@ AROUND = {
         "passes.overlap-communication.mode=on",
     ],
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
+    "precision.mxfp8.shared": ["model.moe.shared={num_experts: 2}"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }

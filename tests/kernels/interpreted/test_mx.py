@@ -84,6 +84,17 @@ def test_the_product(case: Ragged, k: int, n: int, parts: int, block_n: int, ful
     assert not have[real:].any()
 
 
+def test_a_linear_layer_is_the_product_of_one_expert_with_the_scales_of_plain_matrices() -> None:
+    """As `mx_linear` calls it: the scales of its rows have no block to spare for another expert."""
+    torch.manual_seed(0)
+    (x, x_scale), (weight, weight_scale) = mx_quantised(torch.randn(200, 288)), mx_quantised(torch.randn(144, 288))
+    bias, offsets = torch.randn(1, 144).bfloat16(), torch.tensor([200], dtype=torch.int32)
+    operands = (x, swizzle_scales(x_scale), weight[None], swizzle_scales(weight_scale)[None], offsets)
+    have = mx_rows_gemm.mx_grouped_mm(*operands, bias=bias, config=replace(SMALL, block_n=256, parts=2))
+    want = mx_restored(x, x_scale) @ mx_restored(weight, weight_scale).t() + bias.double()
+    assert relative_error(have, want) < BOUND
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("name", "biased", "parts"), [("swiglu", False, 1), ("clamped", True, 2)])
 def test_the_up_projection_and_its_activation(case: Ragged, name: str, biased: bool, parts: int) -> None:
