@@ -27,7 +27,7 @@ from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
-_QUANTISERS = frozenset({_mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default})
+_QUANTISERS = frozenset({_mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default, _mg.fp8_quantize_blocks.default})
 
 
 @registry.register

@@ -31,4 +31,17 @@ def dense_products_fit(spec: Spec, report: Report) -> None:
             report.add("precision.fp8", message, fix="use one of them")
 
 
-RULES: tuple[Rule, ...] = (dense_products_fit,)
+def blocks_fit(spec: Spec, report: Report) -> None:
+    """FP8 with scales in blocks of 128: every contraction has whole ones, and weight gradients have no such form."""
+    precision, moe = spec.precision, spec.model.moe
+    if precision.fp8 != "blockwise":
+        return
+    if moe is not None and (spec.model.d_model % 128 or moe.d_ff % 128):
+        message = f"needs widths of whole blocks of 128, and they are {spec.model.d_model} and {moe.d_ff}"
+        report.add("precision.fp8", message, allowed="off | rowwise")
+    if precision.fp8_wgrad:
+        message = "scales in blocks have no weight gradient in FP8: its contraction is over rows"
+        report.add("precision.fp8_wgrad", message, allowed="false", fix="remove it, or use precision.fp8=rowwise")
+
+
+RULES: tuple[Rule, ...] = (dense_products_fit, blocks_fit)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moegraph.ops import block_experts as block_experts
 from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import scaled_mm as scaled_mm
@@ -53,6 +54,7 @@ from moegraph.ops.quantize import (
     mx_quantize_ragged_columns,
     mx_quantize_rows,
 )
+from moegraph.ops.quantize_blocks import fp8_quantize_blocks
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
@@ -85,6 +87,9 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.fp8_grouped_mm.default,
         _mg.fp8_up_swiglu.default,
         _mg.fp8_dgrad_swiglu.default,
+        _mg.fp8_block_grouped_mm.default,
+        _mg.fp8_block_up_swiglu.default,
+        _mg.fp8_block_dgrad_swiglu.default,
     }
 )
 
@@ -178,6 +183,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     mx_quantize_both: Facts("gather", (_mg.mx_quantize_both.default,)),
     mx_quantize_ragged_both: Facts("gather", (_mg.mx_quantize_ragged_both.default,)),
     fp8_quantize_rows: Facts("gather", (_mg.fp8_quantize_rows.default,)),
+    fp8_quantize_blocks: Facts("gather", (_mg.fp8_quantize_blocks.default,)),
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),

@@ -9,12 +9,14 @@ from moegraph.specs.schema import Spec
 
 def low_precision_text(spec: Spec, device: torch.device) -> str:
     """A sentence for the log: which products run in which format, and whether this device has units for it."""
+    from moegraph.ops.block_mm import block_backend
     from moegraph.ops.mx_mm import mx_backend
     from moegraph.ops.scaled_mm import fp8_backend
 
     parts, d_model = spec.precision.mxfp8.parts, spec.model.d_model
     width = _width(spec, next(iter(parts), "experts"))
-    backend, reason = (mx_backend if parts else fp8_backend)(width, d_model, device)
+    fp8 = block_backend if spec.precision.fp8 == "blockwise" else fp8_backend
+    backend, reason = (mx_backend if parts else fp8)(width, d_model, device)
     names = [f"{_NAMES[part]} in mxfp8 ({word})" for part, word in parts.items()]
     what = ", ".join(names) or f"experts in fp8 ({spec.precision.fp8})"
     how = "on matrix units of its own" if backend == "triton" else "emulated here: its numbers without its speed"

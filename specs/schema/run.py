@@ -53,11 +53,11 @@ class Mxfp8(Section):
 class Precision(Section):
     """`compute` is the dtype of activations and of the weights used in matrix products; the optimizer's master
     weights are fp32 (fp64 when compute is fp64). `fp8` is Hopper's 8-bit format for products of experts, with a scale
-    per row; `fp8_wgrad` casts their weight gradients too."""
+    per row or for blocks of 128; `fp8_wgrad` casts their weight gradients too (rowwise only)."""
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     mxfp8: Mxfp8 = Field(default_factory=Mxfp8)
-    fp8: Literal["off", "rowwise"] = "off"
+    fp8: Literal["off", "rowwise", "blockwise"] = "off"
     fp8_wgrad: bool = False
 
 

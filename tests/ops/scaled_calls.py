@@ -27,14 +27,17 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         data, scale, ends = transposed_runs(torch.randn(8, width), case, WGRAD_ALIGN)
         runs += [data, scale]
     block_scaled = (*block_quantised(torch.randn(case.rows, f)), *square_quantised(down)[:2])
-    bias = torch.randn(3, f).bfloat16()
+    bias, by_block = torch.randn(3, f).bfloat16(), block_scaled[:2]
     found = {
         "fp8_grouped_mm": (*quantised(x), *quantised(down_t), offsets, bias, row_weight),
         "fp8_up_swiglu": (*quantised(x), *quantised(up), offsets),
         "fp8_dgrad_swiglu": (*quantised(x), *quantised(down_t), z, row_weight, offsets),
         "fp8_grouped_mm_wgrad": (*runs, ends),
-        "fp8_block_grouped_mm": (*block_scaled, offsets, row_weight),
+        "fp8_block_grouped_mm": (*block_scaled, offsets, torch.randn(3, d).bfloat16(), row_weight),
         "fp8_up_swiglu_blocks": (*quantised(x), *quantised(up), offsets),
+        "fp8_block_up_swiglu": (*by_block, *square_quantised(torch.randn(3, 2 * f, f))[:2], offsets),
+        "fp8_block_dgrad_swiglu": (*by_block, *square_quantised(torch.randn(3, f, f))[:2], z, row_weight, offsets),
+        "fp8_quantize_blocks": (torch.randn(case.rows, f), offsets),
         "mx_grouped_mm": (*mx_quantised(x), *mx_quantised(down_t), offsets, bias, row_weight),
         "mx_linear": (*mx_quantised(x), *mx_quantised(down_t[0]), bias[0]),
         "mx_up_swiglu": (*mx_quantised(x), *mx_quantised(up), offsets),

@@ -19,8 +19,10 @@ from tests.small_models import compile_once, compute_step, random_batch, relativ
 
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
 MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+BLOCKS = "precision.fp8=blockwise"
 WGRAD, FUSED = "precision.fp8_wgrad=true", "passes.fuse-experts.enabled=true"
 SHORT = ("model.num_layers=1", "model.dense=null", "data.seq_len=8", "train.tokens_per_step=32")
+BY_128 = ("model.d_model=128", "model.moe.d_ff=128", "model.num_layers=1", "model.dense=null")
 CASES = {
     "mxfp8": ("cast-mxfp8", (MX,)),
     "mxfp8, fused, full recompute": ("cast-mxfp8", (MX, FUSED, "passes.recompute.policy=full")),
@@ -28,6 +30,11 @@ CASES = {
     "fp8": ("cast-fp8", (FP8,)),
     "fp8, fused, made again": ("cast-fp8", (FP8, FUSED, "passes.fuse-experts.recompute=true")),
     "fp8, weight gradients too": ("cast-fp8", (FP8, WGRAD, FUSED)),
+    "fp8 in blocks": ("cast-fp8", (BLOCKS, *BY_128)),
+    "fp8 in blocks, fused, selective recompute": (
+        "cast-fp8",
+        (BLOCKS, *BY_128, FUSED, "passes.recompute.policy=selective"),
+    ),
 }
 
 
@@ -35,7 +42,7 @@ def targets(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
 
 
-SLOW = {"mxfp8", "fp8, fused, made again", "fp8"}
+SLOW = {"fp8 in blocks", "fp8 in blocks, fused, selective recompute", "mxfp8", "fp8, fused, made again", "fp8"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
@@ -50,7 +57,9 @@ def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> Non
     assert "gradient of moe.w_up 2" in row.note  # 20-odd dB
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c == "fp8 in blocks" else ()) for c in CASES]
+)
 def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str) -> None:
     name, overrides = CASES[case]
     unit = next(u for k, u in compile_once(small_spec(*BF16, *overrides)).program.units.items() if k.startswith("moe"))
@@ -61,7 +70,7 @@ def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str
     assert not [node for node in kept if node.meta["val"].dtype in (torch.float8_e4m3fn, torch.uint8)]
     found = targets(forward) + targets(backward)
     assert not {"grouped_mm", "grouped_mm_dgrad", "expert_ffn", "expert_ffn_dgrad"} & set(found)
-    kind = "mx" if "mx" in name else "fp8"
+    kind = "mx" if "mx" in name else "fp8_block" if BLOCKS in overrides else "fp8"
     assert f"{kind}_grouped_mm" in found
     assert ("grouped_mm_wgrad" in found) == (WGRAD not in overrides)
     assert ("fp8_grouped_mm_wgrad" in found) == (WGRAD in overrides)
@@ -145,6 +154,8 @@ def test_products_are_found_with_their_sizes() -> None:
         (("precision.compute=bf16", MX), "whole blocks of 32"),
         ((*BF16, MX, FP8), "both on"),
         ((*BF16, WGRAD), "no effect with precision.fp8 off"),
+        ((*BF16, BLOCKS), "whole blocks of 128, and they are 32 and 32"),
+        ((*BF16, BLOCKS, *BY_128, WGRAD), "scales in blocks have no weight gradient in FP8"),
         ((*BF16, FP8, "model.moe=null", "model.dense={d_ff: 48}"), "without experts"),
     ],
 )
