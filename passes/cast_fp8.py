@@ -34,6 +34,7 @@ ROWWISE = Recipe(
     _mg.fp8_dgrad_swiglu.default,
     layout=(),
     rest=(False,),  # exact accumulation costs all that FP8 gains
+    columns=_mg.fp8_quantize_columns_t.default,
     wgrad=_mg.fp8_grouped_mm_wgrad.default,
 )
 BLOCKWISE = Recipe(

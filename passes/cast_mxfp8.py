@@ -3,8 +3,9 @@
 `precision.mxfp8.experts: on` casts each product of the experts forward and of the input gradient, `shared` those of
 shared experts and `attention` those of its projections (`dense_products`); `auto` those that a roofline model of a B300
 predicts to gain (`moegraph inspect SPEC --precision` prints every decision with its times). Weight gradients stay in
-bf16: their contraction is over rows, so both operands would have to be quantised along their other side, with every
-expert's run padded. Router, norms, embeddings, head and the core of attention stay as they are.
+bf16 unless `wgrad: mxfp8` casts those of the experts too: their contraction is over rows, so both operands are
+quantised again, along their other side, with every expert's run padded by zeros to whole blocks. Router, norms,
+embeddings, head and the core of attention stay as they are.
 
 Where the device has MX matrix units the products run on them; elsewhere they are emulated: the same numbers, up to the
 order of additions, without the speed.
@@ -41,6 +42,8 @@ MXFP8 = Recipe(
     _mg.mx_dgrad_swiglu.default,
     layout=(True,),  # scales as Blackwell's matrix units read them, written by who quantises
     rest=(True,),
+    columns=_mg.mx_quantize_ragged_columns.default,
+    wgrad=_mg.mx_grouped_mm_wgrad.default,
 )
 
 
@@ -52,6 +55,7 @@ class CastMxfp8(Pass):
     experts: Choice
     shared: Choice = "off"
     attention: Choice = "off"
+    wgrad: Literal["bf16", "mxfp8"] = "bf16"
 
     name: ClassVar[str] = "cast-mxfp8"
     level: ClassVar[Level] = "step"
@@ -63,7 +67,7 @@ class CastMxfp8(Pass):
     @classmethod
     def from_spec(cls, spec: Spec) -> CastMxfp8 | None:
         mx = spec.precision.mxfp8
-        return cls(mx.experts, mx.shared, mx.attention) if mx.parts else None
+        return cls(mx.experts, mx.shared, mx.attention, mx.wgrad) if mx.parts else None
 
     def bound(self, compute: str) -> float:
         """Wider with attention: gradients of queries and keys are differences that the softmax leaves small."""
@@ -93,9 +97,12 @@ class CastMxfp8(Pass):
         found = decide(shape, product.side, quantised=quantised)
         if self._choice(product) == "off":
             return found.kept(f"precision.mxfp8.{product.part} is off")
-        if product.kind == "weight gradient":
-            return found.kept("a contraction over rows: both operands would be quantised along their other side")
-        if product.side % 32 or product.k % 32:
+        weight_gradient = product.kind == "weight gradient"
+        if weight_gradient and product.part != "experts":
+            return found.kept("weight gradients of linear layers stay as they are")
+        if weight_gradient and self.wgrad == "bf16":
+            return found.kept("precision.mxfp8.wgrad is bf16")
+        if not weight_gradient and (product.side % 32 or product.k % 32):
             return found.kept(f"{product.n} and {product.k} are not whole blocks of 32")
         return found.forced() if self._choice(product) == "on" else found
 

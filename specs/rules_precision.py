@@ -31,6 +31,14 @@ def dense_products_fit(spec: Spec, report: Report) -> None:
             report.add("precision.fp8", message, fix="use one of them")
 
 
+def weight_gradients_exist(spec: Spec, report: Report) -> None:
+    """Weight gradients in MXFP8 are those of experts that are cast."""
+    mxfp8 = spec.precision.mxfp8
+    if mxfp8.wgrad != "bf16" and mxfp8.experts == "off":
+        message = "has no effect with precision.mxfp8.experts off"
+        report.add("precision.mxfp8.wgrad", message, allowed="bf16", fix="add precision.mxfp8.experts=on or auto")
+
+
 def blocks_fit(spec: Spec, report: Report) -> None:
     """FP8 with scales in blocks of 128: every contraction has whole ones, and weight gradients have no such form."""
     precision, moe = spec.precision, spec.model.moe
@@ -44,4 +52,4 @@ def blocks_fit(spec: Spec, report: Report) -> None:
         report.add("precision.fp8_wgrad", message, allowed="false", fix="remove it, or use precision.fp8=rowwise")
 
 
-RULES: tuple[Rule, ...] = (dense_products_fit, blocks_fit)
+RULES: tuple[Rule, ...] = (dense_products_fit, weight_gradients_exist, blocks_fit)

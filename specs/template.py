@@ -89,7 +89,7 @@ layout:                                # world = dp · pp ranks
 
 precision:
   compute: bf16                        # bf16 | fp32 | fp64; master weights are fp32, or fp64
-  mxfp8: {experts: off, shared: off, attention: off, dispatch: off}   # on | auto: on Blackwell's format
+  mxfp8: {experts: off, shared: off, attention: off, dispatch: off, wgrad: bf16}   # on | auto; wgrad: or mxfp8
   fp8: off                             # rowwise | blockwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 

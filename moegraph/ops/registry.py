@@ -15,6 +15,7 @@ import torch
 from moegraph.ops import block_experts as block_experts
 from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
 from moegraph.ops import mx_mm as mx_mm
+from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -69,6 +70,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.embedding_wgrad.default,
         _mg.grouped_mm_wgrad.default,
         _mg.fp8_grouped_mm_wgrad.default,
+        _mg.mx_grouped_mm_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )

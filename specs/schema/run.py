@@ -36,12 +36,14 @@ class Layout(Section):
 
 class Mxfp8(Section):
     """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `shared` are the linear
-    layers of shared experts, `attention` the q, k, v and output projections; `dispatch` does not exist yet."""
+    layers of shared experts, `attention` the q, k, v and output projections; `dispatch` does not exist yet. `wgrad` is
+    the format of the experts' weight gradients."""
 
     experts: Literal["auto", "on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
     attention: Literal["auto", "on", "off"] = "off"
     dispatch: Literal["auto", "on", "off"] = "off"
+    wgrad: Literal["bf16", "mxfp8"] = "bf16"
 
     @property
     def parts(self) -> dict[str, str]:

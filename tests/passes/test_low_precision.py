@@ -19,7 +19,7 @@ from tests.small_models import compile_once, compute_step, random_batch, relativ
 
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
 MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
-BLOCKS = "precision.fp8=blockwise"
+MX_WGRAD, BLOCKS = "precision.mxfp8.wgrad=mxfp8", "precision.fp8=blockwise"
 WGRAD, FUSED = "precision.fp8_wgrad=true", "passes.fuse-experts.enabled=true"
 SHORT = ("model.num_layers=1", "model.dense=null", "data.seq_len=8", "train.tokens_per_step=32")
 BY_128 = ("model.d_model=128", "model.moe.d_ff=128", "model.num_layers=1", "model.dense=null")
@@ -27,6 +27,7 @@ CASES = {
     "mxfp8": ("cast-mxfp8", (MX,)),
     "mxfp8, fused, full recompute": ("cast-mxfp8", (MX, FUSED, "passes.recompute.policy=full")),
     "mxfp8, two ranks": ("cast-mxfp8", (MX, FUSED, "layout={dp: 2, ep: 2, transport: padded, capacity: 2}")),
+    "mxfp8, weight gradients too": ("cast-mxfp8", (MX, MX_WGRAD, FUSED)),
     "fp8": ("cast-fp8", (FP8,)),
     "fp8, fused, made again": ("cast-fp8", (FP8, FUSED, "passes.fuse-experts.recompute=true")),
     "fp8, weight gradients too": ("cast-fp8", (FP8, WGRAD, FUSED)),
@@ -42,7 +43,14 @@ def targets(graph: torch.fx.GraphModule) -> list[str]:
     return [str(node.target).removeprefix("moegraph.").removesuffix(".default") for node in graph.graph.nodes]
 
 
-SLOW = {"fp8 in blocks", "fp8 in blocks, fused, selective recompute", "mxfp8", "fp8, fused, made again", "fp8"}
+SLOW = {
+    "mxfp8",
+    "mxfp8, weight gradients too",
+    "fp8",
+    "fp8, fused, made again",
+    "fp8 in blocks",
+    "fp8 in blocks, fused, selective recompute",
+}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
@@ -58,7 +66,7 @@ def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow if c == "fp8 in blocks" else ()) for c in CASES]
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in ("fp8 in blocks", "mxfp8") else ()) for c in CASES]
 )
 def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str) -> None:
     name, overrides = CASES[case]
@@ -72,8 +80,8 @@ def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str
     assert not {"grouped_mm", "grouped_mm_dgrad", "expert_ffn", "expert_ffn_dgrad"} & set(found)
     kind = "mx" if "mx" in name else "fp8_block" if BLOCKS in overrides else "fp8"
     assert f"{kind}_grouped_mm" in found
-    assert ("grouped_mm_wgrad" in found) == (WGRAD not in overrides)
-    assert ("fp8_grouped_mm_wgrad" in found) == (WGRAD in overrides)
+    assert ("grouped_mm_wgrad" in found) == ("weight gradients" not in case)
+    assert (f"{kind}_grouped_mm_wgrad" in found) == ("weight gradients" in case)
 
 
 def test_each_value_is_quantised_once_in_a_direction() -> None:
@@ -111,7 +119,7 @@ def test_weights_are_quantised_both_ways_round_once_per_optimizer_step(options: 
     assert all(torch.equal(used[port].view(torch.uint8), expected[port].view(torch.uint8)) for port in used)
 
 
-@pytest.mark.parametrize("options", [(MX,), (FP8, WGRAD, FUSED)])
+@pytest.mark.parametrize("options", [(MX, MX_WGRAD, FUSED), (FP8, WGRAD, FUSED)])
 def test_a_whole_step_is_near_that_in_bf16(options: tuple[str, ...]) -> None:
     batch = random_batch(small_spec(*BF16))
     plain, expected = compute_step(small_spec(*BF16), batch)

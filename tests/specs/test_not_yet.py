@@ -59,6 +59,7 @@ AROUND = {
         "passes.overlap-communication.mode=on",
     ],
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
+    "precision.mxfp8.wgrad": ["precision.mxfp8.experts=auto"],
     "precision.mxfp8.shared": ["model.moe.shared={num_experts: 2}"],
     "precision.fp8": ["model.d_model=128", "model.moe.d_ff=128"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
