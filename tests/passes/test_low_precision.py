@@ -17,12 +17,12 @@ from moegraph.verify.compare import sqnr
 from moegraph.verify.passes import verify_spec
 from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec
 
-BF16 = ("precision.compute=bf16", "model.moe.d_ff=32")
+BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=2", "model.dense=null")
 MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
 MX_WGRAD, BLOCKS = "precision.mxfp8.wgrad=mxfp8", "precision.fp8=blockwise"
 WGRAD, FUSED = "precision.fp8_wgrad=true", "passes.fuse-experts.enabled=true"
-SHORT = ("model.num_layers=1", "model.dense=null", "data.seq_len=8", "train.tokens_per_step=32")
-BY_128 = ("model.d_model=128", "model.moe.d_ff=128", "model.num_layers=1", "model.dense=null")
+SHORT = ("data.seq_len=8", "train.tokens_per_step=32")
+BY_128 = ("model.d_model=128", "model.moe.d_ff=128")
 CASES = {
     "mxfp8": ("cast-mxfp8", (MX,)),
     "mxfp8, fused, full recompute": ("cast-mxfp8", (MX, FUSED, "passes.recompute.policy=full")),
