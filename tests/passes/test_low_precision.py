@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_a_whole_step_is_near_that_in_bf16(options: tuple[str, ...]) -> None:
     assert 0 < relative_error(low.loss, plain.loss) < 1e-2
     for name in expected:
         assert sqnr(expected[name], gradients[name]) > 14, name
+
+
+@pytest.mark.parametrize("options", [(MX,), pytest.param((FP8, FUSED), marks=pytest.mark.slow)])
+def test_a32_tokens_that_pad_a_row_are_in_no_loss_metric_or_gradient(options: tuple[str, ...]) -> None:
+    spec = small_spec(*BF16, *options)
+    batch = random_batch(spec, padding=3)
+    tokens = torch.where(batch.document_ids < 0, (batch.tokens + 7) % spec.model.vocab_size, batch.tokens)
+    assert not torch.equal(tokens, batch.tokens)
+    first, gradients = compute_step(spec, batch)
+    second, others = compute_step(spec, replace(batch, tokens=tokens))
+    assert torch.equal(first.loss, second.loss)
+    assert first.expert_counts is not None
+    assert second.expert_counts is not None
+    assert torch.equal(first.expert_counts, second.expert_counts)
+    assert first.expert_counts.sum() == 2 * 2 * int((batch.document_ids >= 0).sum())  # layers, experts per token
+    assert all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
 def test_auto_casts_what_the_model_predicts_to_gain_and_nothing_small() -> None:
