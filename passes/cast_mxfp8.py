@@ -99,7 +99,7 @@ class CastMxfp8(Pass):
             return found.kept(f"precision.mxfp8.{product.part} is off")
         weight_gradient = product.kind == "weight gradient"
         if weight_gradient and product.part != "experts":
-            return found.kept("weight gradients of linear layers stay as they are")
+            return found.kept("weight gradients of linear layers stay in bf16")
         if weight_gradient and self.wgrad == "bf16":
             return found.kept("precision.mxfp8.wgrad is bf16")
         if not weight_gradient and (product.side % 32 or product.k % 32):

@@ -66,6 +66,7 @@ def _fake_columns(x: Tensor, experts: int, swizzled: bool) -> tuple[Tensor, Tens
 
 
 def _plain_rows(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()  # as the fake kernels promise of data
     if offsets is None:
         data, scale = mx_quantize(x, -1)
         return data, swizzle_scales(scale) if swizzled else scale
@@ -74,6 +75,7 @@ def _plain_rows(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tens
 
 
 def _plain_columns(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
     if offsets is None:
         data, scale = mx_quantize(x, -2)
         return data, swizzle_scales(scale.transpose(-1, -2)) if swizzled else scale

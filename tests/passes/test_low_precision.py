@@ -146,6 +146,19 @@ def test_a32_tokens_that_pad_a_row_are_in_no_loss_metric_or_gradient(options: tu
     assert all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(MX, MX_WGRAD), (FP8, WGRAD, FUSED), (BLOCKS, *BY_128, FUSED)])
+def test_a_compiled_step_is_that_of_eager(options: tuple[str, ...]) -> None:
+    spec = small_spec(*BF16, "model.attention.num_kv_heads=4", *options)
+    compiled = compile_once(spec)
+    plain, expected = compute_step(spec, random_batch(spec), compiled=compiled)
+    inductor = small_spec(*BF16, "model.attention.num_kv_heads=4", *options, "train.compile=inductor")
+    fast, gradients = compute_step(inductor, random_batch(spec), compiled=compiled)
+    assert relative_error(fast.loss, plain.loss) < 1e-3
+    for name in expected:
+        assert sqnr(expected[name], gradients[name]) > 15, name  # rounded elsewhere, so quantised to others
+
+
 def test_auto_casts_what_the_model_predicts_to_gain_and_nothing_small() -> None:
     large = decide(("forward", 4096, 4096, 65536, 16), 4096)
     assert large.low
