@@ -66,7 +66,7 @@ def _fake_columns(x: Tensor, experts: int, swizzled: bool) -> tuple[Tensor, Tens
 
 
 def _plain_rows(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()  # as the fake kernels promise of data
+    x = x.contiguous()  # so that results are, as the fake kernels say: of a transposed weight they would not be
     if offsets is None:
         data, scale = mx_quantize(x, -1)
         return data, swizzle_scales(scale) if swizzled else scale

@@ -23,7 +23,7 @@ def _fp8_quantize_rows(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tenso
         from moegraph.kernels import fp8_quantize as kernels
 
         return kernels.fp8_quantize_rows(x.contiguous(), offsets)
-    return fp8_format.quantize_rows(x.contiguous(), offsets)  # data is, as the fake kernel promises
+    return fp8_format.quantize_rows(x.contiguous(), offsets)
 
 
 @_fp8_quantize_rows.register_fake

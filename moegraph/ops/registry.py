@@ -1,7 +1,7 @@
 """Facts about the operators that passes and verifiers ask for.
 
-`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS` and `NEVER_RECOMPUTE` hold operator
-overloads as they stand in a step graph.
+`OPERATORS` describes the layer-graph callables; `WEIGHT_GRADIENTS`, `ACCUMULATIONS`, `NEVER_RECOMPUTE` and
+`SCALED_PRODUCTS` hold operator overloads as they stand in a step graph.
 """
 
 from __future__ import annotations
@@ -79,26 +79,23 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
 # a graph that write to an argument.
 ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default}
 
-# Products of quantised operands, which take the place of those of layer-graph callables: as dear as they are.
-SCALED_PRODUCTS: frozenset[Any] = frozenset(
-    {
-        _mg.mx_grouped_mm.default,
-        _mg.mx_up_swiglu.default,
-        _mg.mx_dgrad_swiglu.default,
-        _mg.mx_linear.default,
-        _mg.fp8_grouped_mm.default,
-        _mg.fp8_up_swiglu.default,
-        _mg.fp8_dgrad_swiglu.default,
-        _mg.fp8_block_grouped_mm.default,
-        _mg.fp8_block_up_swiglu.default,
-        _mg.fp8_block_dgrad_swiglu.default,
-    }
-)
-
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.
 NEVER_RECOMPUTE: frozenset[Any] = frozenset(
     {_mg.choose_experts.default, _mg.sort_by_expert.default, _mg.permute.default, _mg.direct_plan.default}
+)
+
+# Forward products on 8-bit operands. Casts put them in, so that no callable of the layer graph has them.
+SCALED_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        _mg.mx_grouped_mm.default,
+        _mg.mx_up_swiglu.default,
+        _mg.mx_linear.default,
+        _mg.fp8_grouped_mm.default,
+        _mg.fp8_up_swiglu.default,
+        _mg.fp8_block_grouped_mm.default,
+        _mg.fp8_block_up_swiglu.default,
+    }
 )
 
 # Layer-graph callables that talk to other ranks; in a step graph they are collectives or registered operators.

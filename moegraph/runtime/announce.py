@@ -26,8 +26,9 @@ def announce(engine: Engine, folder: Path, flops_per_token: float, note: Callabl
         f"run: {folder}, {device_name(engine.device)}, compute {spec.precision.compute}, "
         f"{len(program.units)} kinds of block, {spec.train.compile}"
     )
-    if spec.precision.mxfp8.parts or spec.precision.fp8 != "off":
-        note(low_precision_text(spec, engine.device))
+    precision = low_precision_text(spec, engine.device)
+    if precision is not None:
+        note(precision)
     layout = spec.layout
     if layout.world > 1:
         sent = f", {layout.transport} transport" if layout.ep > 1 else ""

@@ -7,13 +7,16 @@ import torch
 from moegraph.specs.schema import Spec
 
 
-def low_precision_text(spec: Spec, device: torch.device) -> str:
-    """A sentence for the log: which products run in which format, and whether this device has units for it."""
+def low_precision_text(spec: Spec, device: torch.device) -> str | None:
+    """A sentence for the log: which products run in which format, and whether this device has units for it; None where
+    nothing is cast."""
     from moegraph.ops.block_mm import block_backend
     from moegraph.ops.mx_mm import mx_backend
     from moegraph.ops.scaled_mm import fp8_backend
 
     parts, d_model = spec.precision.mxfp8.parts, spec.model.d_model
+    if not parts and spec.precision.fp8 == "off":
+        return None
     width = _width(spec, next(iter(parts), "experts"))
     fp8 = block_backend if spec.precision.fp8 == "blockwise" else fp8_backend
     backend, reason = (mx_backend if parts else fp8)(width, d_model, device)
