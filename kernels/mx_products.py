@@ -1,7 +1,7 @@
 """The launches of a block with experts in MXFP8, on meta tensors: to be compiled and inspected without a GPU.
 
 Products read scales swizzled, so everything is quantised that way: activations and gradients as ragged rows, weights
-once per orientation. Weight gradients are in bf16 unless asked for, and not here.
+once per orientation. Weight gradients are in bf16 and not here.
 """
 
 from __future__ import annotations

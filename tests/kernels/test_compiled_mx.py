@@ -13,7 +13,6 @@ from moegraph.kernels.launch import Launch
 from moegraph.kernels.mx_dgrad_swiglu import mx_dgrad_swiglu_launch
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm_launch
 from moegraph.kernels.mx_up_swiglu import mx_up_swiglu_launch
-from moegraph.kernels.mx_wgrad import mx_wgrad_launch
 from moegraph.kernels.tiles import Schedule
 from moegraph.ops.mx_scales import num_tiles
 
@@ -42,19 +41,12 @@ def launch(name: str) -> Launch:
         parts = tensor(R, F // config.block_n, dtype=torch.float32)
         rest = (z, weight, offsets, z, act, parts)
         return mx_dgrad_swiglu_launch(*operands(F, D), *rest, config=config, schedule=schedule)
-    if name.endswith("wgrad"):
-        n, k, padded = (2 * F, D, 128 * num_tiles(R, E)) if name == "up_wgrad" else (D, F, 128 * num_tiles(R, E))
-        data, scale = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.uint8}
-        grad = (tensor(padded, n, **data), tensor(n, padded // 32, **scale))
-        return mx_wgrad_launch(
-            *grad, tensor(padded, k, **data), tensor(k, padded // 32, **scale), offsets, tensor(E, n, k)
-        )
     k, scaled = (F, weight) if name == "down" else (2 * F, None)
     return mx_grouped_mm_launch(*operands(D, k), offsets, tensor(R, D), row_weight=scaled, schedule=schedule)
 
 
 @pytest.mark.parametrize("capability", [100, 103])
-@pytest.mark.parametrize("name", ["up_swiglu", "down", "up_dgrad", "dgrad_swiglu", "up_wgrad", "down_wgrad"])
+@pytest.mark.parametrize("name", ["up_swiglu", "down", "up_dgrad", "dgrad_swiglu"])
 def test_a_product_uses_block_scaled_instructions_and_does_not_spill(name: str, capability: int) -> None:
     made = launch(name)
     report, built = compile_launch(made, capability), build(made, capability)
@@ -64,14 +56,6 @@ def test_a_product_uses_block_scaled_instructions_and_does_not_spill(name: str, 
     ptx = built.asm["ptx"]
     assert "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale" in ptx
     assert "tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx
-
-
-def test_operands_of_a_weight_gradient_are_turned_by_the_matrix_unit_not_by_copies() -> None:
-    """Both have their contraction first in memory: they go from shared memory to the tensor cores as they lie."""
-    graph = build(launch("up_wgrad"), 100).asm["ttgir"]
-    loop = graph[graph.index("scf.for") :]
-    assert "memdesc_trans" in loop
-    assert not [line for line in loop.splitlines() if "local_load" in line and "f8E4M3FN" in line]
 
 
 def test_on_hopper_the_same_kernel_would_only_be_emulated() -> None:

@@ -17,12 +17,11 @@ from torch import Tensor
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from moegraph import ops
-from moegraph.kernels import mx_dgrad_swiglu, mx_rows_gemm, mx_up_swiglu, mx_wgrad
+from moegraph.kernels import mx_dgrad_swiglu, mx_rows_gemm, mx_up_swiglu
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
-from moegraph.ops.mx_scales import swizzle_column_scales, swizzle_row_scales, swizzle_scales
+from moegraph.ops.mx_scales import swizzle_row_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.scaled_cases import grouped64, mx_quantised, mx_restored, poisoned
 
@@ -85,17 +84,6 @@ def test_the_product(case: Ragged, k: int, n: int, parts: int, block_n: int, ful
     assert not have[real:].any()
 
 
-def test_a_linear_layer_is_the_product_of_one_expert_with_the_scales_of_plain_matrices() -> None:
-    """As `mx_linear` calls it: the scales of its rows have no block to spare for another expert."""
-    torch.manual_seed(0)
-    (x, x_scale), (weight, weight_scale) = mx_quantised(torch.randn(200, 288)), mx_quantised(torch.randn(144, 288))
-    bias, offsets = torch.randn(1, 144).bfloat16(), torch.tensor([200], dtype=torch.int32)
-    operands = (x, swizzle_scales(x_scale), weight[None], swizzle_scales(weight_scale)[None], offsets)
-    have = mx_rows_gemm.mx_grouped_mm(*operands, bias=bias, config=replace(SMALL, block_n=256, parts=2))
-    want = mx_restored(x, x_scale) @ mx_restored(weight, weight_scale).t() + bias.double()
-    assert relative_error(have, want) < BOUND
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("name", "biased", "parts"), [("swiglu", False, 1), ("clamped", True, 2)])
 def test_the_up_projection_and_its_activation(case: Ragged, name: str, biased: bool, parts: int) -> None:
@@ -125,31 +113,3 @@ def test_the_gradient_through_down_and_activation(case: Ragged, name: str, kind:
     for mine, true in zip(have, expected, strict=True):
         assert relative_error(mine, true) < 2 * BOUND
         assert not mine[real:].any()
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("n", "k", "parts", "block_n"), [(144, 288, 2, 256), (128, 128, 1, 128)])
-def test_the_weight_gradient(case: Ragged, n: int, k: int, parts: int, block_n: int) -> None:
-    """Behind the last run lies NaN, data and scales; rows that do not exist were NaN when they were quantised."""
-    torch.manual_seed(0)
-    real, operands, values = case.rows - case.tail, list[Tensor](), list[Tensor]()
-    for width in (n, k):
-        x = torch.randn(case.rows, width) * torch.exp(torch.randn(case.rows, width))
-        data, scale, ends = ops.mx_quantize_ragged_columns(poisoned(x, real), case.offsets)
-        values.append(ops.mx_dequantize(data, scale, torch.float32, -2).double())
-        swizzled, last = swizzle_column_scales(scale, case.offsets), int(ends[-1])
-        data.view(torch.uint8)[last:] = 0x7F
-        swizzled.view(-1, 512)[last // 128 * -(-width // 128) :] = 255
-        operands += [data, swizzled]
-    have = mx_wgrad.mx_wgrad(*operands, ends, config=replace(SMALL, block_n=block_n, parts=parts))
-    start = 0
-    for mine, end in zip(have, ends.tolist(), strict=True):
-        assert relative_error(mine, values[0][start:end].t() @ values[1][start:end]) < BOUND
-        start = end
-
-
-def test_tiles_that_are_not_whole_blocks_of_scales_are_refused() -> None:
-    data, scale = torch.zeros(128, 128).to(torch.float8_e4m3fn), torch.zeros(128, 4, dtype=torch.uint8)
-    offsets = torch.tensor([128], dtype=torch.int32)
-    with pytest.raises(ValueError, match="is not whole blocks of scales"):
-        mx_wgrad.mx_wgrad(data, scale, data, scale, offsets, config=replace(SMALL, block_m=256))
