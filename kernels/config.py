@@ -125,6 +125,12 @@ def mx_config(kernel: str, n: int, k: int) -> Config:
     return Config(block_n=wide, block_k=128, num_stages=3, parts=slices.get(kernel, 2))
 
 
+def mx_wgrad_config(n: int, k: int) -> Config:
+    """The rule for MXFP8 weight gradients on data-centre Blackwell, not measured: whole blocks of scales, 128 rows per
+    step."""
+    return Config(block_m=128, block_n=_fit(k, 256, 128), block_k=128, num_stages=3, parts=2)
+
+
 def rule_reason(dtype: torch.dtype, capability: int | None) -> str:
     """Why the rule says what it says for a chip (None: no CUDA device), for people."""
     if capability is None:

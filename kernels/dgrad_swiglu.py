@@ -11,7 +11,7 @@ weight of a row, W2 [E, D, F]. With da = g · W2 and a = silu(gate) · up:
 the caller adds them: no atomics. Rows past the last offset are written as zeros.
 
 With `separate` in its configuration the same result comes from two kernels, the plain product and `gated_backward`:
-da then exists in memory for a moment, e is faster where the epilogue's reads and writes cannot hide behind products
+da then exists in memory for a moment, which is faster where the epilogue's reads and writes cannot hide behind products
 (H200: docs/performance.md).
 
 Legend: R rows, D model width, F expert width, E experts.

@@ -1,9 +1,9 @@
 """Grouped product of FP8 operands scaled in blocks: rows in 1 × 128, weights in 128 × 128.
 
-    out[r] = Σ_c (rows[r, c] · W[e(r)][:, c]ᵀ) · row_scale[c, r] · weight_scale[e(r)][:, c]   (times a weight per row)
+    out[r] = Σ_c (rows[r, c] · W[e(r)][:, c]ᵀ) · row_scale[c, r] · weight_scale[e(r)][:, c]  (plus bias, times weight)
 
 c are blocks of 128 of the contraction; each one's product is added to an fp32 accumulator, scaled (DeepSeek-V3, arXiv
-2412.19437, section 3.3.1). A block's scale needs 128 columns and not a whole row, so that the kernel e makes `rows`
+2412.19437, section 3.3.1). A block's scale needs 128 columns and not a whole row, so that the kernel which makes `rows`
 can quantise them in its epilogue (`fp8_up_swiglu` with `quantise`). rows [R, K] and W [E, N, K] are float8_e4m3fn, K a
 multiple of 128, N of 16; row_scale [K/128, R] and weight_scale [E, ⌈N/128⌉, K/128] are fp32. out [R, N] is bf16. Rows
 past the last offset are written as zeros and neither they nor their scales matter.
@@ -43,6 +43,7 @@ def fp8_block_gemm_kernel(
     out_desc,
     row_scale_ptr,
     weight_scale_ptr,
+    bias_ptr,
     row_weight_ptr,
     expert_ptr,
     first_ptr,
@@ -56,6 +57,7 @@ def fp8_block_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -83,6 +85,10 @@ def fp8_block_gemm_kernel(
             next_factor = tl.load(by_block + after)
             acc += tl.dot(a, b) * (scale * factor)[:, None]
             scale, factor = next_scale, next_factor
+        if BIAS:
+            col = pn * BLOCK_N + tl.arange(0, BLOCK_N)
+            bias = tl.load(bias_ptr + e * N + col, mask=col < N, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         if WEIGHTED:
             acc = acc * tl.load(row_weight_ptr + r, mask=r < last, other=0.0)[:, None]
         store_rows(out_desc, first, last, pn * BLOCK_N, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
@@ -96,11 +102,12 @@ def fp8_block_grouped_mm_launch(
     offsets: Tensor,
     out: Tensor,
     *,
+    bias: Tensor | None = None,
     row_weight: Tensor | None = None,
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> Launch:
-    """The launch that writes `out` [R, N]; `row_weight` [R] fp32."""
+    """The launch that writes `out` [R, N]; `bias` [E, N] bf16, `row_weight` [R] fp32."""
     _, n, k = weight.shape
     c = config or block_config(n)
     if c.block_k != BLOCK or BLOCK % c.block_n:
@@ -113,6 +120,7 @@ def fp8_block_grouped_mm_launch(
         "out_desc": create_ragged_descriptor(out, [c.block_m, c.block_n]),
         "row_scale_ptr": row_scale,
         "weight_scale_ptr": weight_scale,
+        "bias_ptr": bias if bias is not None else out,
         "row_weight_ptr": row_weight if row_weight is not None else row_scale,
         **schedule_arguments(schedule),
         "num_rows": rows.shape[0],
@@ -121,6 +129,7 @@ def fp8_block_grouped_mm_launch(
         "N": n,
         "K": k,
         **tile_constants(c, programs, rows.dtype),
+        "BIAS": bias is not None,
         "WEIGHTED": row_weight is not None,
         "FLATTEN": c.flatten,
     }
@@ -134,12 +143,13 @@ def fp8_block_grouped_mm(
     weight_scale: Tensor,
     offsets: Tensor,
     *,
+    bias: Tensor | None = None,
     row_weight: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """rows [R, K], row_scale [K/128, R], weight [E, N, K], weight_scale [E, ⌈N/128⌉, K/128] → [R, N] bf16.
 
-    `row_weight` [R] fp32 scales the rows."""
+    `bias` [E, N] bf16 is added, then `row_weight` [R] fp32 scales the rows."""
     out = rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
     if out.numel():
         fp8_block_grouped_mm_launch(
@@ -149,6 +159,7 @@ def fp8_block_grouped_mm(
             weight_scale,
             offsets,
             out,
+            bias=bias,
             row_weight=row_weight,
             config=config,
         ).run()

@@ -7,7 +7,7 @@ input gradient is this product with a weight quantised along its other side, [E,
 fp32: row_scale [R], weight_scale [E, N]. out [R, N] is bf16. Group sizes are free; rows past the last offset are
 written as zeros and neither they nor their scales matter. K and N are multiples of 16.
 
-Hopper's FP8 units keep about 14 bits of an accumulator. `exact` adds every 128 products to an fp32 one, e takes
+Hopper's FP8 units keep about 14 bits of an accumulator. `exact` adds every 128 products to an fp32 one, which takes
 twice the registers, so tiles are half as wide (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
 Legend: R rows, E experts, N and K the sizes of a weight.

@@ -4,7 +4,7 @@
     a[r] = silu(gate) · up                                  a [R, F] bf16; or the clamped SwiGLU (activation.py)
 
 rows [R, D] and W [E, 2F, D] are float8_e4m3fn, gathered already; scales are fp32, row_scale [R] and
-weight_scale [E, 2F]. `a` is computed from z as stored; a scale per row of it needs the largest of a whole row, e
+weight_scale [E, 2F]. `a` is computed from z as stored; a scale per row of it needs the largest of a whole row, which
 one tile does not see, so it leaves in bf16. With `quantise` it leaves in FP8 with a scale per 128 columns, [F/128, R],
 for `fp8_block_gemm`; F is then a multiple of 128. Rows past the last offset are written as zeros.
 

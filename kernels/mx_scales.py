@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+NOWHERE = tl.constexpr(1 << 24)  # a block past the end, loaded as zeros: of rows that do not exist, scales may be NaN
+
 
 def scales_descriptor(scale: Tensor, rows: int, block_k: int) -> TensorDescriptor:
     """A descriptor of swizzled scales [.., 128 · B, 4 · C] that loads those of `rows` rows and block_k columns."""
@@ -35,3 +37,26 @@ def load_scales(desc, group, block, k, ROWS: tl.constexpr, COLS: tl.constexpr):
     columns: tl.constexpr = COLS // 128
     loaded = desc.load([group, block, k // 128, 0, 0])
     return loaded.reshape(blocks, columns, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(ROWS, COLS // 32)
+
+
+def blocks_descriptor(scale: Tensor) -> TensorDescriptor:
+    """A descriptor of swizzled scales, whatever their order, that loads one block of 128 × 4."""
+    return TensorDescriptor(scale, [scale.numel() // 512, 2, 256], [512, 256, 1], [1, 2, 256])
+
+
+@triton.jit
+def load_scale_block(desc, block):
+    """The scales [128, 4] of one block."""
+    return desc.load([block, 0, 0]).reshape(1, 1, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(128, 4)
+
+
+@triton.jit
+def load_scale_blocks(scale_ptr, first, tile, wide, column, HIGH: tl.constexpr, used, ROWS: tl.constexpr):
+    """Scales [ROWS, 4] of a ragged contraction: of a matrix whose blocks start with `first`, `wide` of them to a row of
+    blocks and HIGH rows of them, those of rows tile · ROWS … and one column of blocks; zeros unless `used`."""
+    blocks: tl.constexpr = ROWS // 128
+    row = tile * blocks + tl.arange(0, blocks)
+    block = (first + row * wide + column).to(tl.int64)
+    at = block[:, None] * 512 + tl.arange(0, 512)[None, :]
+    loaded = tl.load(scale_ptr + at, mask=((row < HIGH) & used)[:, None], other=0)
+    return loaded.reshape(blocks, 1, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(ROWS, 4)

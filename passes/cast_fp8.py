@@ -1,29 +1,32 @@
 """cast-fp8: products of experts on operands in Hopper's FP8, with the quantisation as nodes of the graph.
 
 `precision.fp8: rowwise` gives each row of an operand an fp32 scale along the contraction; `fp8_wgrad: true` casts the
-weight gradients too, with a scale for each expert and column of both operands. It is a recipe of its own, not MXFP8:
-other scales, so another loss curve. What changes in the graph is told in `low_precision`.
+weight gradients too, with a scale for each expert and column of both operands. `blockwise` gives 128 elements of a row
+a scale, and 128 × 128 of a weight (DeepSeek-V3, arXiv 2412.19437): less noise where magnitudes differ along a row, and
+slower (docs/performance.md); its weight gradients stay in bf16. Both are recipes of their own, not MXFP8: other scales,
+so other loss curves. What changes in the graph is told in `low_precision`.
 
 H200 and H100 have matrix units for it; a CPU emulates the numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
+from torch import fx
 
 from moegraph.graph.precision_cost import Decision, decide
 from moegraph.graph.program import Unit
-from moegraph.passes.cast_mxfp8 import cast
+from moegraph.passes.cast_mxfp8 import Decided, cast
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
-from moegraph.passes.low_precision import Product, Recipe
+from moegraph.passes.low_precision import Product, Recipe, products_of
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
-FP8 = Recipe(
+ROWWISE = Recipe(
     "fp8",
     _mg.fp8_quantize_rows.default,
     _mg.fp8_grouped_mm.default,
@@ -31,7 +34,17 @@ FP8 = Recipe(
     _mg.fp8_dgrad_swiglu.default,
     layout=(),
     rest=(False,),  # exact accumulation costs all that FP8 gains
+    columns=_mg.fp8_quantize_columns_t.default,
     wgrad=_mg.fp8_grouped_mm_wgrad.default,
+)
+BLOCKWISE = Recipe(
+    "fp8 in blocks",
+    _mg.fp8_quantize_blocks.default,
+    _mg.fp8_block_grouped_mm.default,
+    _mg.fp8_block_up_swiglu.default,
+    _mg.fp8_block_dgrad_swiglu.default,
+    layout=(),
+    rest=(),
 )
 
 
@@ -41,6 +54,7 @@ class CastFp8(Pass):
     """Puts FP8 operands into the products of experts, and with `wgrad` into their weight gradients."""
 
     wgrad: bool = False
+    scales: Literal["rowwise", "blockwise"] = "rowwise"
 
     name: ClassVar[str] = "cast-fp8"
     level: ClassVar[Level] = "step"
@@ -51,14 +65,22 @@ class CastFp8(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> CastFp8 | None:
-        return cls(spec.precision.fp8_wgrad) if spec.precision.fp8 == "rowwise" else None
+        fp8 = spec.precision.fp8
+        return cls(spec.precision.fp8_wgrad, fp8) if fp8 != "off" else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
-        return cast(unit, self.name, FP8, self.decide)
+        return cast(unit, self.name, ROWWISE if self.scales == "rowwise" else BLOCKWISE, self.decisions)
+
+    def decisions(self, joint: fx.GraphModule) -> Decided:
+        """Every product that could be cast, whether it is, and why."""
+        return [(product, self.decide(product)) for product in products_of(joint.graph)]
 
     def decide(self, product: Product) -> Decision:
         """Whether this product is cast, and why."""
         found = decide((product.kind, product.n, product.k, product.rows, product.experts), product.side, "H200")
         if product.kind == "weight gradient" and not self.wgrad:
-            return found.kept("precision.fp8_wgrad is false")
+            rows = self.scales == "rowwise"
+            return found.kept("precision.fp8_wgrad is false" if rows else "there is no weight gradient of blocks")
+        if self.scales == "blockwise":
+            return replace(found, low=True, reason="the spec asks for it; measured slower than this model predicts")
         return found.forced()

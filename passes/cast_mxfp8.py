@@ -1,9 +1,11 @@
-"""cast-mxfp8: products of experts on operands in MXFP8, with the quantisation as nodes of the graph (`low_precision`).
+"""cast-mxfp8: products on operands in MXFP8, with the quantisation as nodes of the graph (`low_precision`).
 
-`precision.mxfp8.experts: on` casts each product forward and of the input gradient; `auto` those that a roofline model
-of a B300 predicts to gain (`moegraph inspect SPEC --precision` prints every decision with its times). Weight gradients
-stay in bf16: their contraction is over rows, so both operands would have to be quantised along their other side, with
-every expert's run padded. Router, norms, embeddings, head and attention stay as they are.
+`precision.mxfp8.experts: on` casts each product of the experts forward and of the input gradient, `shared` those of
+shared experts and `attention` those of its projections (`dense_products`); `auto` those that a roofline model of a B300
+predicts to gain (`moegraph inspect SPEC --precision` prints every decision with its times). Weight gradients stay in
+bf16 unless `wgrad: mxfp8` casts those of the experts too: their contraction is over rows, so both operands are
+quantised again, along their other side, with every expert's run padded by zeros to whole blocks. Router, norms,
+embeddings, head and the core of attention stay as they are.
 
 Where the device has MX matrix units the products run on them; elsewhere they are emulated: the same numbers, up to the
 order of additions, without the speed.
@@ -16,17 +18,22 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import fx
 
 from moegraph.graph.edit import Rewriter
+from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import display_name, facts
 from moegraph.graph.precision_cost import Decision, decide
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
+from moegraph.passes.dense_products import cast_dense, dense_products
 from moegraph.passes.low_precision import Caster, Product, Recipe, products_of
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
+Choice = Literal["auto", "on", "off"]
+Decided = list[tuple[Product, Decision]]
 MXFP8 = Recipe(
     "mxfp8",
     _mg.mx_quantize_rows.default,
@@ -35,15 +42,20 @@ MXFP8 = Recipe(
     _mg.mx_dgrad_swiglu.default,
     layout=(True,),  # scales as Blackwell's matrix units read them, written by who quantises
     rest=(True,),
+    columns=_mg.mx_quantize_ragged_columns.default,
+    wgrad=_mg.mx_grouped_mm_wgrad.default,
 )
 
 
 @registry.register
 @dataclass(frozen=True)
 class CastMxfp8(Pass):
-    """Puts MXFP8 operands into the products of experts."""
+    """Puts MXFP8 operands into products of experts, of shared experts and of attention's projections."""
 
-    experts: Literal["auto", "on"]
+    experts: Choice
+    shared: Choice = "off"
+    attention: Choice = "off"
+    wgrad: Literal["bf16", "mxfp8"] = "bf16"
 
     name: ClassVar[str] = "cast-mxfp8"
     level: ClassVar[Level] = "step"
@@ -54,35 +66,66 @@ class CastMxfp8(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> CastMxfp8 | None:
-        experts = spec.precision.mxfp8.experts
-        return cls(experts) if experts != "off" else None
+        mx = spec.precision.mxfp8
+        return cls(mx.experts, mx.shared, mx.attention, mx.wgrad) if mx.parts else None
+
+    def bound(self, compute: str) -> float:
+        """Wider with attention: gradients of queries and keys are differences that the softmax leaves small."""
+        return 0.4 if self.attention != "off" else self.tolerance
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
-        return cast(unit, self.name, MXFP8, self.decide)
+        return cast(unit, self.name, MXFP8, self._asked)
 
-    def decide(self, product: Product) -> Decision:
-        """Whether this product is cast, and why."""
-        found = decide((product.kind, product.n, product.k, product.rows, product.experts), product.side)
-        if product.kind == "weight gradient":
-            return found.kept("a contraction over rows: both operands would be quantised along their other side")
-        if product.side % 32 or product.k % 32:
+    def _asked(self, joint: fx.GraphModule) -> Decided:
+        """The decisions for parts of the model that are not off."""
+        return [(product, found) for product, found in self.decisions(joint) if self._choice(product) != "off"]
+
+    def _choice(self, product: Product) -> Choice:
+        return {"experts": self.experts, "shared": self.shared, "attention": self.attention}[product.part]
+
+    def decisions(self, joint: fx.GraphModule) -> Decided:
+        """Every product that could be cast, whether it is, and why. Rows that one product quantises are there for
+        others."""
+        products = [*products_of(joint.graph), *dense_products(joint)]
+        first = [(product, self.decide(product)) for product in products]
+        made = {_operand(product) for product, found in first if found.low and product.operand is not None}
+        return [(p, found if found.low else self.decide(p, _operand(p) in made)) for p, found in first]
+
+    def decide(self, product: Product, quantised: bool = False) -> Decision:
+        """Whether this product is cast, and why; `quantised`: its rows have been for another one."""
+        shape = (product.kind, product.n, product.k, product.rows, product.experts)
+        found = decide(shape, product.side, quantised=quantised)
+        if self._choice(product) == "off":
+            return found.kept(f"precision.mxfp8.{product.part} is off")
+        weight_gradient = product.kind == "weight gradient"
+        if weight_gradient and product.part != "experts":
+            return found.kept("weight gradients of linear layers stay in bf16")
+        if weight_gradient and self.wgrad == "bf16":
+            return found.kept("precision.mxfp8.wgrad is bf16")
+        if not weight_gradient and (product.side % 32 or product.k % 32):
             return found.kept(f"{product.n} and {product.k} are not whole blocks of 32")
-        return found.forced() if self.experts == "on" else found
+        return found.forced() if self._choice(product) == "on" else found
 
 
-def cast(unit: Unit, made_by: str, recipe: Recipe, decision: Callable[[Product], Decision]) -> PassResult:
-    """Casts the products of a block for which the decision says so, and writes the decision on the nodes."""
+def _operand(product: Product) -> tuple[fx.Node | None, str]:
+    """What is quantised once: a value in one direction, forward or backward."""
+    return product.operand, facts(product.node)["direction"]
+
+
+def cast(unit: Unit, made_by: str, recipe: Recipe, decisions: Callable[[fx.GraphModule], Decided]) -> PassResult:
+    """Casts the products of a block for which the decisions say so, and writes the decisions on the nodes."""
     rewriter = Rewriter(unit.graphs["joint"], made_by)
     caster = Caster(rewriter, recipe)
-    products = products_of(rewriter.graph)
     kept = []
-    for product in products:
-        found = decision(product)
+    for product, found in decisions(rewriter.module):
         facts(product.node)["precision"] = found.to_json()
-        if found.low:
+        if not found.low:
+            kept.append(f"{display_name(product.node)}: {found.reason}")
+        elif product.part == "experts":
             caster.cast(product.node)
         else:
-            kept.append(f"{display_name(product.node)}: {found.reason}")
+            cast_dense(caster, product)
     if not rewriter.rewritten:
-        return PassResult(unit, note="; ".join(kept) or "no products of experts in this block")
+        return PassResult(unit, note="; ".join(kept) or "nothing here that the spec casts")
+    eliminate_dead_code(rewriter.graph)
     return PassResult(unit.with_graphs({"joint": rewriter.finish()}), rewriter.rewritten, "; ".join(kept))

@@ -41,13 +41,15 @@ class Recipe:
     dgrad: Any
     layout: tuple[bool, ...]
     rest: tuple[bool, ...]
-    wgrad: Any = None  # FP8's, with operands quantised along their rows; None leaves weight gradients in bf16
+    columns: Any = None  # quantises along rows, expert by expert, for
+    wgrad: Any = None  # weight gradients; None leaves them in bf16
 
 
 @dataclass(frozen=True)
 class Product:
     """A product of experts as a pass finds it: contraction k and output width n of each expert, over so many rows.
-    Fused experts are both projections: n = 3F, as if of one product. `side` is the shortest of a weight."""
+    Fused experts are both projections: n = 3F, as if of one product. `side` is the shortest of a weight. `part` of the
+    model: experts, shared or attention; a linear layer has one expert, and an `operand` that others may read too."""
 
     node: fx.Node
     kind: str  # forward, input gradient, weight gradient
@@ -56,6 +58,8 @@ class Product:
     rows: int
     experts: int
     side: int
+    part: str = "experts"
+    operand: fx.Node | None = None
 
 
 @dataclass
@@ -90,7 +94,7 @@ class Caster:
         """(data, scale, offsets of the padded runs) of x along its rows, expert by expert."""
         key = (x, offsets, "columns")
         if key not in self.made:
-            call = self.call(at, "quantize", _mg.fp8_quantize_columns_t.default, x, offsets)
+            call = self.call(at, "quantize", self.recipe.columns, x, offsets, *self.recipe.layout)
             self.made[key] = self.parts(at, call, 3)
         return self.made[key]
 
@@ -156,9 +160,9 @@ def _dgrad(c: Caster, node: fx.Node) -> None:
 
 def _wgrad(c: Caster, node: fx.Node) -> None:
     grad, rows, offsets = node.args
-    grad_t, grad_scale, padded = c.quantized_columns(node, grad, offsets)  # type: ignore[arg-type]
-    rows_t, rows_scale, _ = c.quantized_columns(node, rows, offsets)  # type: ignore[arg-type]
-    c.replace(node, c.call(node, "scaled_wgrad", c.recipe.wgrad, grad_t, grad_scale, rows_t, rows_scale, padded, False))
+    *left, padded = c.quantized_columns(node, grad, offsets)  # type: ignore[arg-type]
+    *right, _ = c.quantized_columns(node, rows, offsets)  # type: ignore[arg-type]
+    c.replace(node, c.call(node, "scaled_wgrad", c.recipe.wgrad, *left, *right, padded, *c.recipe.rest))
 
 
 def _experts(c: Caster, node: fx.Node) -> None:

@@ -3,7 +3,8 @@
     forward(w, x, …):  qw = quantize(w);  …            prepare(w):            qw = quantize(w), qt = quantize(wᵀ)
     backward(w, …):    qt = quantize(wᵀ); …     =>     forward(qw, x, …), backward(qt, …)
 
-The quantised weights, both ways round, become inputs of the step graphs. The runtime runs `prepare` of a block when one
+The quantised weights, both ways round, become inputs of the step graphs: one for each, also where recomputation has
+written the same call twice. The runtime runs `prepare` of a block when one
 of its graphs is wanted for the first time after the weights have changed.
 """
 
@@ -26,7 +27,7 @@ from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
-_QUANTISERS = frozenset({_mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default})
+_QUANTISERS = frozenset({_mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default, _mg.fp8_quantize_blocks.default})
 
 
 @registry.register
@@ -40,8 +41,7 @@ class PrepareWeights(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> PrepareWeights | None:
-        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.experts != "off"
-        return cls() if low else None
+        return cls() if spec.precision.fp8 != "off" or spec.precision.mxfp8.parts else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         prepare = _Prepare()
@@ -53,10 +53,12 @@ class PrepareWeights(Pass):
 
 @dataclass
 class _Prepare:
-    """The graph that is being put together: nodes by their name, and its results by the name they have as inputs."""
+    """The graph that is being put together: nodes by their name and by what they compute, and its results by the name
+    they have as inputs."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[str, fx.Node] = field(default_factory=dict)
+    known: dict[Any, fx.Node] = field(default_factory=dict)
     inputs: list[Port] = field(default_factory=list)
     results: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -71,10 +73,21 @@ class _Prepare:
                 self.inputs.append(given[node])
             else:
                 args: Any = fx.map_arg(node.args, lambda n: self.copy(n, given))
-                new = self.graph.create_node(node.op, node.target, args, node.kwargs, name=node.name)
+                key = (node.target, args, tuple(sorted(node.kwargs.items())))
+                if key in self.known:
+                    self.made[name] = self.known[key]
+                    return self.known[key]
+                new = self.known[key] = self.graph.create_node(node.op, node.target, args, node.kwargs, name=node.name)
             new.meta = {**node.meta, "custom": copy.deepcopy(facts(node))}
             self.made[name] = new
         return self.made[name]
+
+    def result(self, node: fx.Node, given: dict[fx.Node, Port]) -> str:
+        """The name of the result of this graph that a node of a step graph computes."""
+        new = self.copy(node, given)
+        name = next((name for name, known in self.results.items() if known is new), display_name(node))
+        self.results[name] = new
+        return name
 
     def module(self) -> fx.GraphModule:
         """The finished graph."""
@@ -100,13 +113,16 @@ def _lift(module: fx.GraphModule, prepare: _Prepare, made_by: str) -> fx.GraphMo
     lifted = [node for node in of_weights if node.target is operator.getitem and node.args[0].target in _QUANTISERS]
     if not lifted:
         return module
+    inputs: dict[str, fx.Node] = {}
     order = {node: place for place, node in enumerate(rewriter.graph.nodes)}
     for node in sorted(lifted, key=order.__getitem__):
-        name = display_name(node)
-        prepare.results[name] = prepare.copy(node, weights)
+        name = prepare.result(node, weights)
+        if name in inputs:
+            rewriter.replace(node, inputs[name])
+            continue
         last = rewriter.graph.find_nodes(op="placeholder")[-1]
         with rewriter.graph.inserting_after(last):
-            new = rewriter.graph.placeholder(identifier(f"prepared.{name}"))
+            new = inputs[name] = rewriter.graph.placeholder(identifier(f"prepared.{name}"))
         new.meta = {**node.meta, "custom": {**copy.deepcopy(facts(node)), "name": f"prepared.{name}"}}
         given[new] = Port("prepared", name)
         rewriter.replace(node, new)

@@ -44,8 +44,6 @@ NOT_YET: dict[str, NotYet] = {
     "model.multi_token_prediction": NotYet("multi-token prediction"),
     "model.moe.router.algorithm": NotYet("the sparsemixer router", ("sparsemixer",)),
     "model.moe.router.jitter": NotYet("noise on the router's input"),
-    "precision.mxfp8.shared": NotYet("MXFP8 for shared experts"),
-    "precision.mxfp8.attention": NotYet("MXFP8 for attention"),
 }
 
 

@@ -79,9 +79,9 @@ def run_rule(rule: Rule, spec: Spec, report: Report, whole: bool) -> None:
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, in the order in which they run."""
-    from moegraph.specs import rules_layout, rules_model, rules_moe, rules_run
+    from moegraph.specs import rules_layout, rules_model, rules_moe, rules_precision, rules_run
 
-    return (*rules_model.RULES, *rules_moe.RULES, *rules_layout.RULES, *rules_run.RULES)
+    return (*rules_model.RULES, *rules_moe.RULES, *rules_layout.RULES, *rules_run.RULES, *rules_precision.RULES)
 
 
 def listing(values: Any, limit: int = 16) -> str:

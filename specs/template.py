@@ -92,10 +92,11 @@ precision:
   mxfp8:
     experts: off                       # on | auto: products of experts in 8 bits, for Blackwell
     saved: off                         # on: fused experts keep half as much for backward
-    shared: off
-    attention: off
+    shared: off                        # on | auto: linear layers of shared experts
+    attention: off                     # on | auto: projections of attention
     dispatch: off                      # on | auto: rows that travel to other ranks, in half the bytes
-  fp8: off                             # or rowwise: experts in Hopper's 8-bit format
+    wgrad: bf16                        # or mxfp8: the experts' weight gradients
+  fp8: off                             # rowwise | blockwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 
 passes:

@@ -1,5 +1,5 @@
-"""`moegraph inspect SPEC --precision`: the format of each product of experts and of the rows that travel to them, the
-predicted times, and why."""
+"""`moegraph inspect SPEC --precision`: the format of each product that could be cast and of the rows that travel to
+experts, the predicted times, and why."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIB = 2**20
 
 
 def print_precision(compiled: Compiled, *, as_json: bool) -> None:
-    """Prints the decisions of the spec's casts; where it asks for none, those that `auto` would make."""
+    """Prints the decisions of the spec's casts; where it asks for none, those that `auto` would make everywhere."""
     from moegraph.passes.cast_dispatch import CastDispatch
     from moegraph.passes.cast_fp8 import CastFp8
     from moegraph.passes.cast_mxfp8 import CastMxfp8
     from moegraph.passes.pipeline import TRACE
 
     asked = CastMxfp8.from_spec(compiled.spec) or CastFp8.from_spec(compiled.spec)
-    made_by = asked or CastMxfp8("auto")
+    made_by = asked or CastMxfp8("auto", "auto", "auto")
     products = _products(compiled.record(TRACE).program, made_by)
     asked_to_send = CastDispatch.from_spec(compiled.spec)
     sender = asked_to_send or CastDispatch("auto", compiled.spec.layout.ep)
@@ -35,9 +35,11 @@ def print_precision(compiled: Compiled, *, as_json: bool) -> None:
         print_json({"pass": made_by.name, "asked_for": asked is not None, "products": products, "dispatch": dispatch})
         return
     if not products:
-        print("no products of experts in this model")
+        print("no product of this model can be cast")
         return
-    print(made_by.name if asked else f"the spec casts nothing; with precision.mxfp8.experts=auto {made_by.name} would:")
+    print(
+        made_by.name if asked else f"the spec casts nothing; with precision.mxfp8 auto throughout {made_by.name} would:"
+    )
     columns = ["kind", "node", "product", ">n", ">k", "format", ">bf16 ms", ">8 bit ms", "why"]
     print_table(columns, [_product_row(row, made_by.name.removeprefix("cast-")) for row in products])
     _print_trips(trips, sender.name, asked_to_send is not None)
@@ -45,12 +47,11 @@ def print_precision(compiled: Compiled, *, as_json: bool) -> None:
 
 def _products(program: Program, made_by: CastMxfp8 | CastFp8) -> list[dict[str, Any]]:
     from moegraph.graph.names import display_name
-    from moegraph.passes.low_precision import products_of
 
     return [
-        {"kind": kind, "node": display_name(product.node), **made_by.decide(product).to_json()}
+        {"kind": kind, "node": display_name(product.node), "part": product.part, **found.to_json()}
         for kind, unit in program.units.items()
-        for product in products_of(unit.graphs["joint"].graph)
+        for product, found in made_by.decisions(unit.graphs["joint"])
     ]
 
 

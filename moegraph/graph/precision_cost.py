@@ -1,4 +1,4 @@
-"""Whether a product of experts is worth casting to 8 bits: a roofline with the price of quantising its rows.
+"""Whether a product is worth casting to 8 bits: a roofline with the price of quantising its rows.
 
     seconds(bf16) = max(2·R·N·K / (e · peak), bytes / bandwidth)
     seconds(8 bit) = the same with twice the peak and half the bytes of operands, plus reading R·K in bf16 and writing
@@ -6,9 +6,10 @@
 
 e = 0.7 of the dense peak is what grouped products reach (docs/performance.md: 660 to 720 of 989 on H200). The model
 does not see that small products lose on 8 bits whatever the roofline says: OLMo-core measured 0.31, 0.91 and 1.43 times
-the speed of bf16 at 1024², 2048² and 4096² on B300, so nothing with a side of 2048 or less is cast. Weights are not
-counted: they are quantised once and read by many rows. The price of quantising is that of a kernel of its own; folded
-into what makes the rows (pass `fold-casts`) it is less.
+the speed of bf16 at 1024², 2048² and 4096² on B300, so nothing with a side of 2048 or less is cast unless its rows
+have been quantised for another product already: then they cost nothing. Weights are not counted: they are quantised
+once and read by many rows. The price of quantising is that of a kernel of its own; folded into what makes the rows
+(pass `fold-casts`) it is less.
 """
 
 from __future__ import annotations
@@ -46,20 +47,23 @@ class Decision:
         return {**asdict(self), "shape": list(self.shape)}
 
 
-def decide(shape: tuple[str, int, int, int, int], side: int, chip: str = "B300") -> Decision:
+def decide(
+    shape: tuple[str, int, int, int, int], side: int, chip: str = "B300", *, quantised: bool = False
+) -> Decision:
     """The decision for a product of that `shape` whose weights have `side` as their shortest one; of a weight gradient
-    n and k are the sides of a weight and the contraction is over the rows."""
+    n and k are the sides of a weight and the contraction is over the rows. `quantised`: its rows are already."""
     kind, n, k, rows, experts = shape
     peak, bandwidth = CHIPS[chip]
     operations = 2.0 * rows * n * k
     if kind == "weight gradient":
-        read, written, quantised = rows * (n + k), experts * n * k, rows * (n + k)
+        read, written, cast = rows * (n + k), experts * n * k, rows * (n + k)
     else:
-        read, written, quantised = rows * k + experts * n * k, rows * n, rows * k
+        read, written, cast = rows * k + experts * n * k, rows * n, rows * k
     wide = max(operations / (EFFICIENCY * peak), 2 * (read + written) / bandwidth)
     narrow = max(operations / (2 * EFFICIENCY * peak), (read + 2 * written) / bandwidth)
-    narrow += quantised * (2 + 1 + 1 / 32) / bandwidth
-    found = Decision(narrow < wide, 1e3 * wide, 1e3 * narrow, f"predicted on {chip}", shape)
-    if side <= SMALLEST:
+    narrow += 0.0 if quantised else cast * (2 + 1 + 1 / 32) / bandwidth
+    reason = f"predicted on {chip}" + (", its rows are quantised already" if quantised else "")
+    found = Decision(narrow < wide, 1e3 * wide, 1e3 * narrow, reason, shape)
+    if side <= SMALLEST and not quantised:
         return found.kept(f"a side of {side}: products up to {SMALLEST} were measured slower in 8 bits")
     return found

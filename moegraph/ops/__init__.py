@@ -12,8 +12,11 @@ R routed rows = T·K, V vocabulary, H heads, Dh head width.
 from __future__ import annotations
 
 # Operators of step graphs only, in modules of their own; importing registers them.
+from moegraph.ops import block_experts as block_experts
 from moegraph.ops import block_mm as block_mm
+from moegraph.ops import mx_linear as mx_linear
 from moegraph.ops import mx_mm as mx_mm
+from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm
 from moegraph.ops.attention import attention, attention_backward
 from moegraph.ops.attention_cuda import attention_backend
@@ -66,6 +69,7 @@ from moegraph.ops.quantize import (
     mx_quantize_ragged_columns,
     mx_quantize_rows,
 )
+from moegraph.ops.quantize_blocks import fp8_quantize_blocks
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.registry import (
     ACCUMULATIONS,
@@ -124,6 +128,7 @@ __all__ = [
     "expert_scores",
     "flops",
     "fp8_permute_quantize",
+    "fp8_quantize_blocks",
     "fp8_quantize_columns_t",
     "fp8_quantize_rows",
     "gather_weights",

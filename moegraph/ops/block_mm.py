@@ -1,7 +1,7 @@
 """FP8 grouped products with scales in blocks of 128, for Hopper: a kernel can quantise what it makes.
 
-    fp8_up_swiglu_blocks    z, and the activation in FP8 with a scale per row and 128 columns
-    fp8_block_grouped_mm    out = Σ_c (rows[:, c] · W[:, c]ᵀ) · row_scale[c] · weight_scale[:, c]  (· row_weight)
+    fp8_up_swiglu_blocks  z, and the activation in FP8 with a scale per row and 128 columns
+    fp8_block_grouped_mm  out = Σ_c (rows[:, c] · W[:, c]ᵀ) · row_scale[c] · weight_scale[:, c] (+ bias) (· row_weight)
 
 c are blocks of 128 of the contraction (DeepSeek-V3, arXiv 2412.19437, section 3.3.1). Data is float8_e4m3fn with the
 contraction last; scales are fp32, row_scale [K/128, R] and weight_scale [E, ⌈N/128⌉, K/128]: one per 128 × 128.
@@ -63,11 +63,13 @@ def fp8_block_grouped_mm(
     weight: Tensor,
     weight_scale: Tensor,
     offsets: Tensor,
+    bias: Tensor | None = None,
     row_weight: Tensor | None = None,
 ) -> Tensor:
     """rows [R, K], weight [E, N, K] FP8, row_scale [K/128, R], weight_scale [E, ⌈N/128⌉, K/128] → [R, N] bf16.
 
-    `row_weight` [R] fp32 scales the rows. Raises ValueError for other shapes and dtypes, and for K % 128 ≠ 0.
+    `bias` [E, N] bf16 is added, then `row_weight` [R] fp32 scales the rows. Raises ValueError for other shapes and
+    dtypes, and for K % 128 ≠ 0.
     """
     check_product("fp8_block_grouped_mm", rows, weight)
     (num_rows, k), (experts, n, _) = rows.shape, weight.shape
@@ -80,12 +82,12 @@ def fp8_block_grouped_mm(
         from moegraph.kernels import fp8_block_gemm
 
         tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
-        row_weight = None if row_weight is None else row_weight.contiguous()
-        return fp8_block_gemm.fp8_block_grouped_mm(*tensors, row_weight=row_weight)
+        bias, row_weight = (None if t is None else t.contiguous() for t in (bias, row_weight))
+        return fp8_block_gemm.fp8_block_grouped_mm(*tensors, bias=bias, row_weight=row_weight)
     wide = reference.wide_dtype(rows.device)
     left = (rows.float() * _spread(row_scale.t(), k, 1)).to(wide)
     right = (weight.float() * _spread(_spread(weight_scale, n, 1), k, 2)).to(wide)
-    return reference.finish(product(left, right, offsets).float(), None, row_weight, offsets)
+    return reference.finish(product(left, right, offsets).float(), bias, row_weight, offsets)
 
 
 @fp8_block_grouped_mm.register_fake
@@ -95,6 +97,7 @@ def _(
     weight: Tensor,
     weight_scale: Tensor,
     offsets: Tensor,
+    bias: Tensor | None = None,
     row_weight: Tensor | None = None,
 ) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)

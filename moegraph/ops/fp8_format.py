@@ -29,7 +29,8 @@ def check_fp8_input(x: Tensor) -> None:
         raise ValueError(f"FP8 is made of {', '.join(map(str, INPUTS))}, not {x.dtype}")
 
 
-def _scale_and_factor(amax_bits: Tensor) -> tuple[Tensor, Tensor]:
+def scale_and_factor(amax_bits: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 bits of amax, of any shape → (scale, what elements are multiplied by) fp32."""
     amax = amax_bits.view(torch.float32)
     finite = torch.where(amax_bits < _INFINITE, amax, torch.nan)
     largest = torch.full_like(amax, E4M3_MAX)  # a tensor: with a number, torch multiplies by a rounded reciprocal
@@ -47,7 +48,7 @@ def quantize_rows(x: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Ten
     if offsets is not None:
         x = zero_past(x, offsets)
     x = x.contiguous()  # as results are, whatever x is a view of
-    scale, factor = _scale_and_factor(magnitude_bits(x).amax(-1))
+    scale, factor = scale_and_factor(magnitude_bits(x).amax(-1))
     return to_e4m3(x.float() * factor.unsqueeze(-1)), scale
 
 
@@ -64,7 +65,7 @@ def quantize_columns_t(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tens
     expert = torch.searchsorted(offsets, row, right=True)[:, None].expand_as(x)
     bits = torch.zeros(experts + 1, x.shape[1], dtype=torch.int32, device=x.device)
     bits = bits.scatter_reduce(0, expert, magnitude_bits(x), "amax")[:experts]
-    scale, factor = _scale_and_factor(bits)
+    scale, factor = scale_and_factor(bits)
     factor = torch.cat((factor, factor.new_zeros(1, x.shape[1])))
     data = to_e4m3(zero_past(x, offsets).float() * factor.gather(0, expert)).view(torch.uint8)
     padded = pad_rows(data, offsets).t().contiguous()

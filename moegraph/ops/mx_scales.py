@@ -103,16 +103,29 @@ def swizzle_column_scales(scale: Tensor, offsets: Tensor) -> Tensor:
     Tiles that no expert uses follow, each by itself.
     """
     tiles, high = scale.shape[0] // _COLUMNS, -(-scale.shape[1] // TILE)
-    blocks = swizzle_scales(scale.t()).reshape(high, tiles, _BLOCK_BYTES)
+    blocks = swizzle_scales(scale.t()).reshape(high * tiles, _BLOCK_BYTES)
+    placed = torch.empty_like(blocks)
+    placed[_column_places(offsets, tiles, high)] = blocks
+    return placed.reshape(high * TILE, scale.shape[0])
+
+
+def unswizzle_column_scales(swizzled: Tensor, columns: int, offsets: Tensor) -> Tensor:
+    """What `swizzle_column_scales` made of [R' / 32, K = `columns`], back; offsets of the runs, padded or not."""
+    high, tiles = swizzled.shape[0] // TILE, swizzled.shape[1] // _COLUMNS
+    blocks = swizzled.reshape(high * tiles, _BLOCK_BYTES)[_column_places(offsets, tiles, high)]
+    return unswizzle_scales(blocks.reshape(high * TILE, swizzled.shape[1]), columns, swizzled.shape[1]).t()
+
+
+def _column_places(offsets: Tensor, tiles: int, high: int) -> Tensor:
+    """Where the blocks of scales along columns lie, int64: of `high` rows of blocks with a block for each tile, row
+    after row, each expert's together."""
     ends = padded_offsets(offsets) // TILE
-    tile = torch.arange(tiles, device=scale.device)
+    tile = torch.arange(tiles, device=offsets.device)
     expert = torch.searchsorted(ends, tile.to(torch.int32), right=True)
     used = expert < offsets.shape[0]
     expert = expert.clamp_max(offsets.shape[0] - 1)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
     start = torch.where(used, starts[expert], tile)
     wide = torch.where(used, (ends - starts)[expert], 1)
-    place = start * high + torch.arange(high, device=scale.device)[:, None] * wide + tile - start
-    placed = torch.empty_like(blocks).reshape(high * tiles, _BLOCK_BYTES)
-    placed[place.reshape(-1)] = blocks.reshape(high * tiles, _BLOCK_BYTES)
-    return placed.reshape(high * TILE, scale.shape[0])
+    place = start * high + torch.arange(high, device=offsets.device)[:, None] * wide + tile - start
+    return place.reshape(-1)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
+from moegraph.ops import block_experts as block_experts
+from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
+from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
+from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -55,6 +59,7 @@ from moegraph.ops.quantize import (
     mx_quantize_ragged_columns,
     mx_quantize_rows,
 )
+from moegraph.ops.quantize_blocks import fp8_quantize_blocks
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.rotary import rope
 from moegraph.ops.routing import choose_experts, expert_counts, expert_scores, route, router_probabilities
@@ -69,6 +74,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.embedding_wgrad.default,
         _mg.grouped_mm_wgrad.default,
         _mg.fp8_grouped_mm_wgrad.default,
+        _mg.mx_grouped_mm_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )
@@ -92,6 +98,11 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.mx_up_swiglu_saved.default,
         _mg.fp8_grouped_mm.default,
         _mg.fp8_up_swiglu.default,
+        _mg.mx_linear.default,
+        _mg.fp8_grouped_mm.default,
+        _mg.fp8_up_swiglu.default,
+        _mg.fp8_block_grouped_mm.default,
+        _mg.fp8_block_up_swiglu.default,
     }
 )
 
@@ -183,6 +194,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     mx_encode: Facts("gather", (_mg.mx_encode.default,)),
     mx_split: Facts("gather", (_mg.mx_split.default,)),
     mx_decode: Facts("pointwise", (_mg.mx_decode.default,)),
+    fp8_quantize_blocks: Facts("gather", (_mg.fp8_quantize_blocks.default,)),
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
     fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),

@@ -74,12 +74,14 @@ def ranks_of(unit: Unit, program: Program) -> int:
     return program.spec.layout.ep if talks else 1
 
 
-def execute_ranks(unit: Unit, inputs: Sequence[Inputs]) -> list[Execution]:
-    """Runs a unit on each rank's inputs, all ranks together. Raises `CheckFailed` where their collectives differ."""
+def execute_ranks(unit: Unit, inputs: Sequence[Inputs], choosing: Sequence[Execution] | None = None) -> list[Execution]:
+    """Runs a unit on each rank's inputs, all ranks together; `choosing` experts as these executions did, if given.
+    Raises `CheckFailed` where their collectives differ."""
     local = [local_inputs(each, unit, rank) for rank, each in enumerate(inputs)]
+    choices = [None] * len(local) if choosing is None else [each.values for each in choosing]
     if len(local) == 1:
-        return [execute(unit, local[0])]
-    return World(len(local)).run(lambda rank: execute(unit, local[rank.index]))
+        return [execute(unit, local[0], choices[0])]
+    return World(len(local)).run(lambda rank: execute(unit, local[rank.index], choices[rank.index]))
 
 
 def _distributed(found: Sequence[Execution], after: Unit) -> list[Execution]:

@@ -24,6 +24,7 @@ from moegraph.step.joint import Differentiator, joint_signature
 from moegraph.verify.world import Rank, rank_of_thread
 
 STEP_GRAPHS = ("forward", "backward", "backward_input", "backward_weight", "evaluate")  # in the order they run here
+_CHOICE = torch.ops.moegraph.choose_experts.default
 _C10D = torch.ops._c10d_functional
 
 
@@ -36,15 +37,16 @@ class Execution:
     again: dict[Port, Tensor] = field(default_factory=dict)
 
 
-def execute(unit: Unit, inputs: Mapping[Port, Tensor]) -> Execution:
+def execute(unit: Unit, inputs: Mapping[Port, Tensor], choices: Mapping[str, Any] | None = None) -> Execution:
     """Runs a unit: its layer graph with autograd, its joint graph, or its step graphs one after the other.
 
-    Tangents missing from `inputs` are zeros, so an output that a pass added changes no gradient.
+    Tangents missing from `inputs` are zeros, so an output that a pass added changes no gradient. In a joint graph,
+    experts are chosen as `choices` has it, if given: the recorded values of another execution.
     """
     if "forward" in unit.graphs:
         return _execute_split(unit, inputs)
     if "joint" in unit.graphs:
-        return run_graph(unit.graphs["joint"], inputs)
+        return run_graph(unit.graphs["joint"], inputs, choices)
     return _execute_layer(unit.graphs["layer"], inputs)
 
 
@@ -89,8 +91,10 @@ def _value(port: Port, layer: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> 
     return torch.zeros(tuple(fake.shape), dtype=fake.dtype)
 
 
-def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Execution:
-    """Runs one step graph node by node."""
+def run_graph(
+    module: fx.GraphModule, inputs: Mapping[Port, Tensor], choices: Mapping[str, Any] | None = None
+) -> Execution:
+    """Runs one step graph node by node; its choices of experts are those of `choices`, by name, if given."""
     values: dict[fx.Node, Any] = {}
     recorded: dict[str, Any] = {}
     given = iter(ports(module, "inputs"))
@@ -111,7 +115,8 @@ def run_graph(module: fx.GraphModule, inputs: Mapping[Port, Tensor]) -> Executio
                 results = _from_buffers(results, buffers, dict(zip(results, nodes, strict=True)))
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = _call(node, args, kwargs, rank)
+                chosen = choices is not None and node.target is _CHOICE
+                values[node] = choices[display_name(node)] if chosen else _call(node, args, kwargs, rank)  # type: ignore[index]
                 if node.target is not operator.getitem:
                     recorded[display_name(node)] = values[node]
     return Execution(results, recorded)

@@ -35,25 +35,33 @@ class Layout(Section):
 
 
 class Mxfp8(Section):
-    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `experts` are their
-    products, `dispatch` the rows that travel to experts of other ranks; `shared` and `attention` do not exist yet.
-    `saved` is another question: whether fused experts keep their pre-activation for backward in MXFP8."""
+    """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `shared` are the linear
+    layers of shared experts, `attention` the q, k, v and output projections, `dispatch` the rows that travel to experts
+    of other ranks. `wgrad` is the format of the experts' weight gradients, `saved` whether fused experts keep their
+    pre-activation for backward in MXFP8."""
 
     experts: Literal["auto", "on", "off"] = "off"
     saved: Literal["on", "off"] = "off"
     shared: Literal["auto", "on", "off"] = "off"
     attention: Literal["auto", "on", "off"] = "off"
     dispatch: Literal["auto", "on", "off"] = "off"
+    wgrad: Literal["bf16", "mxfp8"] = "bf16"
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts of the model whose products are cast: part → auto or on."""
+        chosen = {"experts": self.experts, "shared": self.shared, "attention": self.attention}
+        return {part: word for part, word in chosen.items() if word != "off"}
 
 
 class Precision(Section):
     """`compute` is the dtype of activations and of the weights used in matrix products; the optimizer's master
     weights are fp32 (fp64 when compute is fp64). `fp8` is Hopper's 8-bit format for products of experts, with a scale
-    per row; `fp8_wgrad` casts their weight gradients too."""
+    per row or for blocks of 128; `fp8_wgrad` casts their weight gradients too (rowwise only)."""
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     mxfp8: Mxfp8 = Field(default_factory=Mxfp8)
-    fp8: Literal["off", "rowwise"] = "off"
+    fp8: Literal["off", "rowwise", "blockwise"] = "off"
     fp8_wgrad: bool = False
 
 

@@ -15,7 +15,9 @@ from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import FP8, default_config, exact_config, shared_memory
 from moegraph.kernels.fp8_block_gemm import fp8_block_grouped_mm_launch
 from moegraph.kernels.fp8_products import fp8_product_launch
+from moegraph.kernels.fp8_quantize_blocks import fp8_blocks_launch
 from moegraph.kernels.fp8_up_swiglu import fp8_up_swiglu_launch
+from moegraph.kernels.gated_forward import gated_forward_launch
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.tiles import Schedule
@@ -78,17 +80,50 @@ def test_kernels_with_scales_in_blocks_do_not_spill() -> None:
     offsets, options = tensor(experts, dtype=torch.int32), {"schedule": Schedule(*[index] * 4)}
     x, x_scale, w_scale = tensor(rows, d), tensor(rows, dtype=f32), tensor(experts, 2 * f, dtype=f32)
     act, act_scale, z = tensor(rows, f), tensor(f // 128, rows, dtype=f32), tensor(rows, 2 * f, dtype=bf16)
+    bias = tensor(experts, d, dtype=bf16)
     down, down_scale = tensor(experts, d, f), tensor(experts, d // 128, f // 128, dtype=f32)
     for launch in (
         fp8_up_swiglu_launch(x, x_scale, tensor(experts, 2 * f, d), w_scale, offsets, z, act, act_scale, **options),
         fp8_block_grouped_mm_launch(
-            act, act_scale, down, down_scale, offsets, tensor(rows, d, dtype=bf16), row_weight=x_scale, **options
+            act,
+            act_scale,
+            down,
+            down_scale,
+            offsets,
+            tensor(rows, d, dtype=bf16),
+            bias=bias,
+            row_weight=x_scale,
+            **options,
         ),
     ):
         report = compile_launch(launch, 90)
         assert report.fits, report
         assert report.asynchronous_loads, report
         assert re.search(INSTRUCTION[90], build(launch, 90).asm["ptx"])
+
+
+def test_what_goes_around_them_does_not_spill_and_moves_in_16_bytes() -> None:
+    rows, d, f, experts = 65536, 4096, 2048, 16
+    bf16, f32 = torch.bfloat16, torch.float32
+    offsets, x, weight = (
+        tensor(experts, dtype=torch.int32),
+        tensor(rows, d, dtype=bf16),
+        tensor(experts, d, f, dtype=bf16),
+    )
+    launches = {
+        "rows": fp8_blocks_launch(x, offsets, tensor(rows, d), tensor(d // 128, rows, dtype=f32)),
+        "weights": fp8_blocks_launch(
+            weight, None, tensor(experts, d, f), tensor(experts, d // 128, f // 128, dtype=f32)
+        ),
+        "activation": gated_forward_launch(x, offsets, tensor(rows, f, dtype=bf16)),
+    }
+    for name, launch in launches.items():
+        report, ptx = compile_launch(launch, 90), build(launch, 90).asm["ptx"]
+        assert report.fits, (name, report)
+        assert report.registers <= 128, (name, report)
+        assert "ld.global.v4.b32" in ptx, name
+        assert "st.global.v4.b32" in ptx, name
+        assert name == "activation" or "cvt.rn.satfinite.e4m3x2.f32" in ptx
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

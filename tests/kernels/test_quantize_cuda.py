@@ -58,6 +58,17 @@ def test_mx_of_ragged_rows(sizes: tuple[int, ...], tail: int, dtype: torch.dtype
     assert torch.equal(padded, again)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_fp8_in_blocks(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    case = ragged(sizes, 200)
+    x = awkward(case.rows, 384, dtype=dtype)
+    x[sum(sizes) :] = float("nan")
+    same(ops.fp8_quantize_blocks(x.cuda(), case.offsets.cuda()), ops.fp8_quantize_blocks(x, case.offsets))
+    weight = awkward(2, 144, 384, dtype=dtype)
+    same(ops.fp8_quantize_blocks(weight.cuda()), ops.fp8_quantize_blocks(weight))
+
+
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("shape", [(1, 32), (3, 160), (2, 128), (4096,), (0,)])
 @pytest.mark.parametrize(("dtype", "columns"), WIDTHS)

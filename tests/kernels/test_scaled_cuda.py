@@ -183,7 +183,7 @@ def test_an_activation_quantised_in_blocks_goes_through_the_down_projection(
     assert (off <= blocks.abs() / 15.5 + largest / 448 / 1000 + 1e-12).all()
     weight, weight_scale, values = square_quantised(torch.randn(len(sizes), d, f, device="cuda"))
     row_weight = torch.rand(case.rows, device="cuda")
-    have = block_mm.fp8_block_grouped_mm(act, scale, weight, weight_scale, case.offsets, row_weight)
+    have = block_mm.fp8_block_grouped_mm(act, scale, weight, weight_scale, case.offsets, None, row_weight)
     close(have, grouped64(a, values, case) * row_weight.double()[:, None], BOUND[True])
     assert not have[case.rows - case.tail :].any()
 

@@ -50,6 +50,26 @@ def test_the_product_with_bias_and_row_weight(case: Ragged, layout: str) -> None
     assert not have[real:].any()
 
 
+def test_a32_products_over_any_count_per_expert_are_those_of_dequantised_operands() -> None:
+    """Forward product and input gradient as the graph calls them, no count being a multiple of a block or a tile."""
+    case = ragged((1, 31, 32, 33, 0, 44, 64, 3), 7)
+    real, generator = case.rows - case.tail, torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 128, K, generator=generator).bfloat16()
+    for matrix in (weight, weight.transpose(1, 2).contiguous()):
+        rows = torch.randn(case.rows, matrix.shape[2], generator=generator).bfloat16()
+        plain, by = ops.mx_quantize_rows(rows, case.offsets), ops.mx_quantize_rows(matrix)
+        want = grouped64(mx_restored(*plain), mx_restored(*by), case)
+        quantised = ops.mx_quantize_rows(poisoned(rows, real), case.offsets, swizzled=True)
+        have = mx_mm.mx_grouped_mm(
+            *quantised, *ops.mx_quantize_rows(matrix, swizzled=True), case.offsets, swizzled=True
+        )
+        start = 0
+        for size in case.sizes:
+            assert relative_error(have[start : start + size], want[start : start + size]) < BOUND
+            start += size
+        assert not have[real:].any()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("alpha", "limit", "layout"), [(0.0, 0.0, "plain"), (1.7, 0.8, "swizzled")])
 def test_the_experts_halves(case: Ragged, alpha: float, limit: float, layout: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -95,6 +97,24 @@ def test_both_are_one_and_the_other(swizzled: bool) -> None:
     assert all(same(a, b) for a, b in zip(both, want, strict=True))
     assert both[1].shape == ((3, 256, 4) if swizzled else (3, 160, 3))
     assert both[3].shape == ((3, 128, 8) if swizzled else (3, 5, K))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        *(partial(ops.mx_quantize_rows, swizzled=True), ops.mx_quantize_both, ops.mx_quantize_columns),
+        *(ops.fp8_quantize_rows, ops.fp8_quantize_blocks),
+    ],
+)
+def test_a_transposed_weight_gives_what_its_copy_gives_laid_out_alike(
+    operator: Callable[[Tensor], tuple[Tensor, ...]],
+) -> None:
+    """A compiled graph relies on strides: those that the fake kernels promise."""
+    weight = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, want = operator(weight.transpose(1, 2)), operator(weight.transpose(1, 2).contiguous())
+    for mine, copy in zip(found, want, strict=True):
+        assert same(mine, copy)
+        assert mine.is_contiguous()
 
 
 def test_a33_zero_rows_and_zero_experts_stay_zero() -> None:

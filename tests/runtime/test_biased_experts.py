@@ -106,6 +106,24 @@ def test_it_learns(tokens: Path, tmp_path: Path, compute: str) -> None:
     assert all(done.weights[name].any() for name in BIASES)
 
 
+def test_a35_in_mxfp8_they_stay_finite_for_20_steps_and_near_bf16(tokens: Path, tmp_path: Path) -> None:
+    """Clamped and biased experts in MXFP8 became NaN elsewhere, in training only."""
+    sizes = ("model.moe.d_ff=32", "model.moe.shared=null", "model.dense=null", "model.num_layers=1")
+    overrides = (*GPT_OSS, *sizes, "train.steps=20", "train.optimizer.lr=3e-3", "precision.compute=bf16")
+    low = "precision.mxfp8={experts: 'on', wgrad: mxfp8}"
+    plain, done = (
+        run(run_spec(tmp_path / name, *overrides, *more), tokens)
+        for name, more in (("bf16", ()), ("mxfp8", (low, "passes.fuse-experts.enabled=true")))
+    )
+    assert all(torch.tensor(done.column(name)).isfinite().all() for name in ("loss", "grad_norm"))
+    assert all(value.isfinite().all() for value in done.weights.values())
+    losses, expected = torch.tensor(done.column("loss")), torch.tensor(plain.column("loss"))
+    assert losses.shape == (20,)
+    assert losses[-1] < losses[0] - 0.5
+    assert 0 < float((losses - expected).abs().max()) < 0.05
+    assert all(done.weights[name.replace("layers.1", "layers.0")].any() for name in BIASES)
+
+
 def test_the_precisions_agree() -> None:
     found = {}
     for compute in ("fp64", "fp32", "bf16"):

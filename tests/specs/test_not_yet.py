@@ -35,8 +35,6 @@ ASKED = {
     "model.multi_token_prediction": "{depth: 1}",
     "model.moe.router.algorithm": "sparsemixer",
     "model.moe.router.jitter": "0.1",
-    "precision.mxfp8.shared": "'on'",
-    "precision.mxfp8.attention": "auto",
 }
 
 # What a word needs around it to make sense.
@@ -62,6 +60,9 @@ AROUND = {
     "precision.mxfp8.experts": ["model.moe.d_ff=32"],
     "precision.mxfp8.saved": ["passes.fuse-experts.enabled=true"],
     "precision.mxfp8.dispatch": ["layout.dp=2", "layout.ep=2"],
+    "precision.mxfp8.wgrad": ["precision.mxfp8.experts=auto"],
+    "precision.mxfp8.shared": ["model.moe.shared={num_experts: 2}"],
+    "precision.fp8": ["model.d_model=128", "model.moe.d_ff=128"],
     "precision.fp8_wgrad": ["precision.fp8=rowwise"],
     "passes.recompute.layers": ["passes.recompute.policy=full"],
 }

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moegraph.kernels import fp8_block_gemm, fp8_up_swiglu
+from moegraph import ops
+from moegraph.kernels import fp8_block_gemm, fp8_quantize_blocks, fp8_up_swiglu, gated_forward
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.ops.expert_ffn import activation_slopes
@@ -40,14 +41,15 @@ def test_each_block_of_the_contraction_has_its_scales(case: Ragged, k: int, n: i
     real = case.rows - case.tail
     rows, row_scale = block_quantised(torch.randn(case.rows, k) * torch.exp(torch.randn(case.rows, k)))
     weight, weight_scale, values = square_quantised(torch.randn(len(case.sizes), n, k) * torch.exp(torch.randn(n, k)))
-    want, row_weight = grouped64(block_restored(rows, row_scale), values, case), None
+    want, row_weight, bias = grouped64(block_restored(rows, row_scale), values, case), None, None
     if weighted:
-        row_weight = torch.rand(case.rows)
+        row_weight, bias = torch.rand(case.rows), torch.randn(len(case.sizes), n).bfloat16()
+        want[:real] += bias[case.expert_of_row].double()
         want *= row_weight.double()[:, None]
     scale = row_scale.clone()
     scale[:, real:] = float("nan")
     tensors = (poisoned(rows, real), scale, weight, weight_scale, case.offsets)
-    have = fp8_block_gemm.fp8_block_grouped_mm(*tensors, row_weight=row_weight, config=SMALL)
+    have = fp8_block_gemm.fp8_block_grouped_mm(*tensors, bias=bias, row_weight=row_weight, config=SMALL)
     assert relative_error(have, want) < BOUND
     assert not have[real:].any()
 
@@ -87,3 +89,29 @@ def test_tiles_that_hold_no_whole_blocks_are_refused() -> None:
     tensors = (data, scale[:, None], weight, torch.ones(1, 2, 1), offsets)
     with pytest.raises(ValueError, match="more than one scale of a weight per step"):
         fp8_block_gemm.fp8_block_grouped_mm(*tensors, config=replace(SMALL, block_n=256))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_weights_are_quantised_to_the_bits_of_the_reference(case: Ragged) -> None:
+    torch.manual_seed(0)
+    x = poisoned(
+        (torch.randn(case.rows, 256) * torch.exp(torch.randn(case.rows, 256))).bfloat16(), case.rows - case.tail
+    )
+    weight = torch.randn(2, 144, 256).bfloat16()
+    x[:1, :128], weight[1, :128, 128:], weight[0, 130, 3] = 0, 0, float("inf")
+    for given in ((x, case.offsets), (weight, None)):
+        have, want = fp8_quantize_blocks.fp8_quantize_blocks(*given), ops.fp8_quantize_blocks(*given)
+        assert torch.equal(have[0].view(torch.uint8), want[0].view(torch.uint8))
+        assert torch.equal(have[1].isnan(), want[1].isnan())
+        assert torch.equal(have[1].nan_to_num(), want[1].nan_to_num())
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation(True, 1.7, 0.8)])
+def test_the_activation_as_a_pass_of_its_own(activation: Activation) -> None:
+    case = ragged((0, 1, 15, 17), 9)
+    real, z = case.rows - case.tail, poisoned(torch.randn(case.rows, 2 * 48).bfloat16(), case.rows - case.tail)
+    act = z.new_full((case.rows, 48), float("nan"))
+    gated_forward.gated_forward_launch(z, case.offsets, act, activation=activation).run()
+    limit = activation.limit if activation.clamped else 0.0
+    assert relative_error(act[:real], activation_slopes(z[:real].double(), activation.alpha, limit)[0]) < BOUND
+    assert not act[real:].any()
