@@ -31,6 +31,8 @@ _VIEWS = {
 _DENSE = {"mm", "addmm", "bmm", "baddbmm"}
 _SENDS = {"direct_put", "direct_dispatch", "direct_return", "direct_take", "exact_exchange", "all_to_all_single"}
 _GATHERS = {"permute", "combine", "embedding"}
+_PRODUCTS = ("grouped_mm", "swiglu", "expert_ffn")  # parts of the names of products of experts
+_CODERS = {"mx_encode", "mx_decode", "mx_split"}
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
 _BACKWARD_PRODUCTS = 2.5  # of attention: five products where the forward has two
 
@@ -120,23 +122,19 @@ def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, flo
     if name in _DENSE:
         inner = next(_tensors(node.args[-1].meta["val"])).shape[-2]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
+    if name == "mx_linear":
+        inner = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+        return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
     if name in ("attention", "attention_backward"):
         query = next(t for n in node.all_input_nodes for t in _tensors(n.meta["val"]) if t.dim() == 4)
         sequences, length, heads, width = query.shape
         window = next((arg for arg in node.args if isinstance(arg, int) and not isinstance(arg, bool)), None)
         forward = 4.0 * sequences * heads * width * visible_keys(length, window)
         return forward * (_BACKWARD_PRODUCTS if name.endswith("backward") else 1), "attention", ATTENTION
-    if "quantize" in name:
-        return 0.0, "casts", 1.0
-    weights = list(_weights(node)) if _is_product(name) else []
-    if weights:
-        per_row = sum(2.0 * math.prod(weight.shape[1:]) for weight in weights)
+    if any(part in name for part in _PRODUCTS):
+        per_row = sum(2.0 * math.prod(weight.shape[1:]) for weight in _weights(node))
         return per_row * rows.routed, "experts", PRODUCTS
-    return 0.0, "other", 1.0
-
-
-def _is_product(name: str) -> bool:
-    return any(part in name for part in ("grouped_mm", "swiglu", "expert_ffn"))
+    return 0.0, "casts" if "quantize" in name or name in _CODERS else "other", 1.0
 
 
 def _weights(node: fx.Node) -> Iterator[Tensor]:

@@ -67,6 +67,23 @@ def test_products_in_8_bits_take_half_the_time_and_their_casts_are_counted() -> 
     assert ("moe", "prepare") in predict_step(cast, "B300").blocks
 
 
+def test_the_operations_of_a_step_are_the_same_in_every_format() -> None:
+    everything = "{experts: 'on', shared: 'on', attention: 'on', dispatch: 'on', wgrad: mxfp8}"
+    layout = "layout={dp: 2, ep: 2, transport: padded}"
+    sizes = ("model.d_model=64", "model.moe.d_ff=64", "passes.fuse-experts.enabled=true", layout)
+    plain = program_of(*sizes)
+    for how in (f"precision.mxfp8={everything}", "precision={compute: bf16, fp8: rowwise, fp8_wgrad: true}"):
+        cast = program_of(*sizes, how)
+        for graph in ("forward", "backward"):
+            found = [sum(k.operations for k in kernels(p, "moe", graph)) for p in (plain, cast)]
+            assert found[0] == found[1] > 0, (how, graph)
+    low, high = (
+        predict_step(p, "B300").blocks["moe", "forward"]
+        for p in (program_of(*sizes, f"precision.mxfp8={everything}"), plain)
+    )
+    assert low["exchange"] < 0.6 * high["exchange"]
+
+
 @pytest.mark.parametrize("transport", ["exact", "padded", "direct"])
 def test_rows_for_other_ranks_take_their_time_on_the_link(transport: str) -> None:
     program = program_of(f"layout={{dp: 4, ep: 4, transport: {transport}, capacity: 1.25}}")
