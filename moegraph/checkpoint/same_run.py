@@ -71,6 +71,11 @@ def check_same_run(folder: Path, manifest: Manifest, spec: Spec, fingerprint: st
     return meant
 
 
+def differences(then: Any, now: Any) -> list[tuple[str, str]]:
+    """What two resolved specs, as data, say differently: (path, `then → now`)."""
+    return [(path, _change(*change)) for path, *change in _differences(then, now)]
+
+
 def _below(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
