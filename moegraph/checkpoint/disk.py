@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,6 +50,25 @@ def open_file(path: Path) -> int:
         os.close(handle)
         raise OSError(None, "it is not a regular file")
     return handle
+
+
+def read_at_most(path: Path, most: int) -> bytes:
+    """The content of a regular file. Raises OSError, also where it has more than `most` bytes."""
+    with open(open_file(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(None, f"it has more than {most} bytes")
+    return content
+
+
+def read_lines(path: Path, longest: int) -> Iterator[bytes]:
+    """The lines of a regular file one by one, each with its newline but perhaps the last. Raises OSError, also where
+    one has more than `longest` bytes."""
+    with open(open_file(path), "rb") as file:
+        while line := file.readline(longest + 1):
+            if len(line) > longest:
+                raise OSError(None, f"one of its lines has more than {longest} bytes")
+            yield line
 
 
 def sha256_of(path: Path) -> str:

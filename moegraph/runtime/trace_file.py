@@ -137,6 +137,8 @@ def read_trace(path: Path) -> Trace:
         trace = Trace.model_validate(value)
     except (ValidationError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {_first_problem(error)}") from error
+    if not isinstance(trace.spec.get("layout"), dict):
+        raise UsageError(f"{path} is damaged: its spec has no layout")
     for rank in trace.ranks:
         for number, call in enumerate(rank.calls):
             nodes = rank.graphs.get(call.label)
