@@ -101,7 +101,9 @@ def trainer_before(
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(run_settings(spec.train.deterministic))
-        stack.enter_context(compile_cache(device_name(device), inductor=spec.train.compile == "inductor"))
+        stack.enter_context(
+            compile_cache(device_name(device), inductor=spec.train.compile == "inductor", note=progress.note)
+        )
         stack.enter_context(progress)
         mesh = stack.enter_context(join(spec.layout, rank, world, device))
         with together(mesh, "opening the data and compiling"):
