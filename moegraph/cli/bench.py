@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moegraph.cli.bench_checkpoint import checkpoint_command
 from moegraph.cli.bench_dispatch import dispatch_command
 from moegraph.cli.bench_layer import layer_command
 from moegraph.cli.bench_tune import tune_command
@@ -77,4 +78,5 @@ def step_command(
 
 bench_app.command("layer")(layer_command)
 bench_app.command("dispatch")(dispatch_command)
+bench_app.command("checkpoint")(checkpoint_command)
 bench_app.command("tune")(tune_command)
