@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from moegraph.checkpoint.disk import free_bytes
-from moegraph.checkpoint.file_writer import PIECE
 from moegraph.checkpoint.manifest import manifest_json
 from moegraph.checkpoint.names import MANIFEST, Segment, shard_name, step_name
+from moegraph.checkpoint.piece_hash import PIECE
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.checkpoint.shard_writer import HostCopy, Job, Written, write_shard
 from moegraph.errors import RunError

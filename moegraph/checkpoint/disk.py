@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-_CHUNK = 4 << 20
-_AHEAD = 64 << 20  # bytes that are asked for before they are read
 
 
 def sync_folder(path: Path) -> None:
@@ -69,29 +65,6 @@ def read_lines(path: Path, longest: int) -> Iterator[bytes]:
             if len(line) > longest:
                 raise OSError(None, f"one of its lines has more than {longest} bytes")
             yield line
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content in hex, read piece by piece, the next pieces from the disk while one is hashed.
-    Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    handle, done = open_file(path), 0
-    try:
-        while count := os.readv(handle, [buffer]):
-            done += count
-            if done % _AHEAD == 0:
-                read_ahead(handle, done + _AHEAD, _AHEAD)
-            digest.update(buffer[:count])
-    finally:
-        os.close(handle)
-    return digest.hexdigest()
-
-
-def read_ahead(handle: int, start: int, size: int) -> None:
-    """Asks the system to have these bytes of a file in memory soon, and does not wait for it."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(handle, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def free_bytes(folder: Path) -> int:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegraph.checkpoint.disk import open_file, sha256_of
+from moegraph.checkpoint.disk import open_file
 from moegraph.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
 from moegraph.checkpoint.names import MANIFEST, Segment
+from moegraph.checkpoint.piece_hash import file_hash, plain_sha256
 from moegraph.checkpoint.shard_header import read_header
-from moegraph.checkpoint.verifier import Verifier, damaged
+from moegraph.checkpoint.verifier import Verifier, compare
 from moegraph.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,13 +74,7 @@ class Checkpoint:
         """Reads files (default all) and compares their hashes. Raises CheckpointError naming the first that differs."""
         for name in self.manifest.files if files is None else files:
             tick(name)
-            path = self.folder / name
-            try:
-                found = sha256_of(path)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-            if found != self.manifest.files[name].sha256:
-                raise damaged(path)
+            compare(self.folder, name, self.manifest.files, self._hash_of)
 
     @contextmanager
     def verified(self, files: Iterable[str], reading: Iterable[Segment]) -> Iterator[Read]:
@@ -87,15 +82,19 @@ class Checkpoint:
         has been raised; what was read is then not to be used. `reading`: what will be read. Files of which that is
         everything are read once, both for use and for their hash, and best in the order of `in_file_order`."""
         given = list(files)
-        passing = self._read_as_a_whole(given, reading)
+        passing = self._read_as_a_whole(given, reading) if self._hash_of is file_hash else set()
         others = [name for name in given if name not in passing]
-        verifier = Verifier(self.folder, self.manifest.files, passing, others)
+        verifier = Verifier(self.folder, self.manifest.files, passing, others, self._hash_of)
         try:
             yield lambda tensor, start, out: self._read(tensor, start, out, verifier.offer)
         except BaseException:
-            verifier.leave()
+            verifier.abandon()
             raise
         verifier.finish()
+
+    @property
+    def _hash_of(self) -> Callable[[Path], str]:
+        return file_hash if self.manifest.version > 1 else plain_sha256
 
     def in_file_order(self, segments: Iterable[Segment]) -> list[Segment]:
         """Segments by where they begin on disk."""
