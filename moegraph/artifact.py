@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from moegraph.artifact_names import GRAPH_NAME, PASSES_NAME, REPORT_NAME, SPEC_NAME
+from moegraph.checkpoint.disk import read_at_most
 from moegraph.compiled import Compiled
 from moegraph.data.output_folder import move_into_place
 from moegraph.errors import CheckFailed, UsageError
@@ -204,9 +205,7 @@ def read_compiled(folder: Path) -> CompiledFolder:
     that holds the graphs of one rank among several."""
     path = folder / REPORT_NAME
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_REPORT_BYTES + 1)
-        report = json.loads(raw) if len(raw) <= MAX_REPORT_BYTES else None
+        report = json.loads(read_at_most(path, MAX_REPORT_BYTES))
     except (OSError, ValueError, RecursionError):
         report = None
     if not isinstance(report, dict) or report.get("format") != FORMAT:
@@ -218,7 +217,7 @@ def read_compiled(folder: Path) -> CompiledFolder:
         texts = {str(name): str(version) for name, version in report["versions"].items()}
         user_passes = {str(name): str(file) for file, names in report["pass_files"].items() for name in names}
         rank, world = report["rank"], int(report["world"])
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError):
         raise UsageError(f"{path} is damaged: compile the spec again") from None
     if rank is not None and world > 1:
         raise UsageError(

@@ -29,6 +29,9 @@ PROBLEM_CODES = {
 }
 
 
+MOST_SHOWN = 50  # problems of one spec, on a terminal
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing wrong with a spec: where it stands, what it is, and what would do."""
@@ -84,7 +87,7 @@ class MoegraphError(Exception):
 
 
 class SpecError(MoegraphError):
-    """A spec that cannot be used. `problems` holds all that is wrong with it; `str()` is the whole text."""
+    """A spec that cannot be used. `problems` holds all that is wrong with it; `str()` is the text of the first 50."""
 
     exit_code = 2
     code = "MG100"
@@ -95,7 +98,10 @@ class SpecError(MoegraphError):
         if not self.problems:
             raise AssertionError("a SpecError needs at least one problem")
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n".join([f"{count} in {subject}", *map(str, self.problems)]))
+        lines = [f"{count} in {subject}", *map(str, self.problems[:MOST_SHOWN])]
+        if len(self.problems) > MOST_SHOWN:
+            lines.append(f"… and {len(self.problems) - MOST_SHOWN} more; --json has them all")
+        super().__init__("\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:
         """The error as JSON-able values, every problem with its parts."""

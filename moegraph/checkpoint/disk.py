@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-_CHUNK = 4 << 20
-
-
-def sync_file(path: Path) -> None:
-    """Flushes a file's content to disk. Raises OSError."""
-    _sync(path, os.O_RDONLY)
 
 
 def sync_folder(path: Path) -> None:
     """Flushes a folder's entries to disk: files in it that were made, renamed or removed. Raises OSError."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def partial_file(path: Path) -> Path:
@@ -51,27 +48,26 @@ def open_file(path: Path) -> int:
     return handle
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content in hex, read piece by piece. Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    handle = open_file(path)
-    try:
-        while count := os.readv(handle, [buffer]):
-            digest.update(buffer[:count])
-    finally:
-        os.close(handle)
-    return digest.hexdigest()
+def read_at_most(path: Path, most: int) -> bytes:
+    """The content of a regular file. Raises OSError, also where it has more than `most` bytes."""
+    with open(open_file(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(None, f"it has more than {most} bytes")
+    return content
+
+
+def read_lines(path: Path, longest: int) -> Iterator[bytes]:
+    """The lines of a regular file one by one, each with its newline but perhaps the last. Raises OSError, also where
+    one has more than `longest` bytes."""
+    with open(open_file(path), "rb") as file:
+        while line := file.readline(longest + 1):
+            if len(line) > longest:
+                raise OSError(None, f"one of its lines has more than {longest} bytes")
+            yield line
 
 
 def free_bytes(folder: Path) -> int:
     """Bytes that this user may still write to the file system of a folder. Raises OSError."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def _sync(path: Path, flags: int) -> None:
-    handle = os.open(path, flags)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

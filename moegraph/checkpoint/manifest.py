@@ -22,7 +22,7 @@ from moegraph.errors import CheckpointError
 from moegraph.kernels.strict_json import Refused, parse
 
 FORMAT: Final = "moegraph-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2  # 1: the hash of a large file is its plain SHA-256
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_DEPTH = 64
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2}  # the dtypes there are, as safetensors calls them
@@ -50,7 +50,7 @@ class TensorEntry(_Closed):
 
 
 class FileEntry(_Closed):
-    """A shard file: its size and the SHA-256 of its content."""
+    """A shard file: its size and the SHA-256 of its content, as `piece_hash` says."""
 
     bytes: Size
     sha256: Sha256
@@ -112,7 +112,7 @@ class Manifest(_Closed):
     step in the run's audit.jsonl."""
 
     format: Literal["moegraph-checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
     run: Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
     step: Annotated[int, Field(ge=0, le=1 << 31)]
     saved: Text
@@ -155,9 +155,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint: its format is not {FORMAT}")
-    if value.get("version") != VERSION:
+    if type(value.get("version")) is not int or not 1 <= value["version"] <= VERSION:
         raise CheckpointError(
-            f"{path} has version {str(value.get('version'))[:20]}, this moegraph reads version {VERSION}: use the "
+            f"{path} has version {str(value.get('version'))[:20]}, this moegraph reads 1 to {VERSION}: use the "
             "moegraph that wrote it"
         )
     try:

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from moegraph.checkpoint.manifest import TensorEntry
 from moegraph.checkpoint.names import Kind, Segment, tensor_name
+from moegraph.checkpoint.shard_writer import DTYPE_NAMES
 from moegraph.graph.program import Parameter, Program
 from moegraph.runtime.mesh import Mesh
 from moegraph.runtime.model_state import ModelState, master_dtype
 from moegraph.specs.schema import Spec
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 def whole_tensors(program: Program, spec: Spec) -> dict[str, TensorEntry]:
     """Every tensor of a checkpoint of this model: of each trained parameter its master and both moments, and the
     selection biases."""
-    master = _NAMES[master_dtype(spec)]
+    master = DTYPE_NAMES[master_dtype(spec)]
     moments = "BF16" if spec.train.optimizer.moments == "bf16" else master
     found: dict[str, TensorEntry] = {}
     for parameter in program.parameters.values():
@@ -33,7 +30,7 @@ def whole_tensors(program: Program, spec: Spec) -> dict[str, TensorEntry]:
         if parameter.trained:
             kinds = {"master": master, "exp_avg": moments, "exp_avg_sq": moments}
         elif parameter.role == "select_bias":
-            kinds = {"buffer": _NAMES[parameter.dtype]}
+            kinds = {"buffer": DTYPE_NAMES[parameter.dtype]}
         for kind, dtype in kinds.items():
             entry = {"shape": list(parameter.global_shape), "dtype": dtype}
             found[tensor_name(kind, parameter.name)] = TensorEntry.model_validate(entry)

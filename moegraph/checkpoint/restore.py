@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moegraph.checkpoint.rank_tensors import kept_tensors, whole_tensors
@@ -11,14 +13,18 @@ from moegraph.runtime.engine import Engine
 
 
 @torch.no_grad()
-def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Reads what this rank keeps, and the counters. `engine.state.refresh()` has to follow, on all ranks.
+def restore(engine: Engine, checkpoint: Checkpoint, files: Sequence[str] = ()) -> None:
+    """Reads what this rank keeps, and the counters; meanwhile the hashes of `files` are compared.
+    `engine.state.refresh()` has to follow, on all ranks.
 
-    Raises CheckpointError, having changed nothing, if the checkpoint is of another model.
+    Raises CheckpointError if the checkpoint is of another model, having changed nothing, and if a file is damaged: the
+    state is then not to be used.
     """
     _check_same_tensors(engine, checkpoint)
-    for segment, tensor in kept_tensors(engine.state, engine.program, engine.mesh).items():
-        checkpoint.read(segment.tensor, segment.start, tensor)
+    kept = kept_tensors(engine.state, engine.program, engine.mesh)
+    with checkpoint.verified(files, kept) as read:
+        for segment in checkpoint.in_file_order(kept):
+            read(segment.tensor, segment.start, kept[segment])
     counters = checkpoint.manifest.counters
     engine.state.optimizer.steps = counters.optimizer_steps
     engine.replays = counters.replays

@@ -58,7 +58,8 @@ class RunCheckpoints:
     def resume(self, start: Path | None) -> int:
         """Loads the checkpoint that the first rank names, and returns its step; 0 without one. Collective.
 
-        All files are checked before anything is changed: each rank hashes its share of them. Raises CheckpointError.
+        Each rank hashes its share of the files while it reads what it keeps. Raises CheckpointError, on all ranks, if
+        anything is wrong; nothing has then been changed on disk, and the state is not to be used.
         """
         folder = broadcast_path(self.mesh, start)
         if folder is None:
@@ -67,10 +68,10 @@ class RunCheckpoints:
             checkpoint = Checkpoint.open(folder)
             manifest = checkpoint.manifest
             changed = check_same_run(folder, manifest, self.spec, self._fingerprint)
-            if self.options.verify:
-                checkpoint.verify(list(manifest.files)[self.mesh.rank :: self.mesh.world])
-        with together(self.mesh, "loading the checkpoint"):
-            restore(self.engine, checkpoint)
+        files = list(manifest.files)[self.mesh.rank :: self.mesh.world] if self.options.verify else []
+        with together(self.mesh, "loading the checkpoint"), _naming_the_one_before(folder):
+            restore(self.engine, checkpoint, files)
+        with together(self.mesh, "setting later checkpoints aside"):
             if self.mesh.rank == 0 and is_within(folder, self._folder):
                 self._set_aside_after(manifest.step)
         self.engine.state.refresh()

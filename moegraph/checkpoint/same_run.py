@@ -1,12 +1,14 @@
 """Whether a checkpoint can be continued with a spec, and what is different.
 
-What a run *is* has to be equal: the model, the precision of its masters and moments, and everything that decides which
+What a run *is* has to be equal, with defaults filled in on both sides, since an older moegraph did not record what it
+did not know: the model, the precision of its masters and moments, and everything that decides which
 samples a step sees. How it is run is free: layout, passes, compiler, device, what is logged and saved. Whatever else
 differs, such as a learning rate, is meant, and said.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ def check_same_run(folder: Path, manifest: Manifest, spec: Spec, fingerprint: st
     Raises CheckpointError (exit status 2) with every difference that may not be.
     """
     now = spec.model_dump(mode="json", by_alias=True)
-    found = [each for each in _differences(manifest.spec, now) if not _below(each[0], FREE)]
+    recorded = _with_defaults(manifest.spec, type(spec))
+    found = [each for each in _differences(recorded, now) if not _below(each[0], FREE)]
     wrong = [f"{path}: {_change(then, value)}" for path, then, value in found if _below(path, EQUAL)]
     if fingerprint != manifest.data.fingerprint:
         wrong.append(f"data.source: {spec.data.source} holds other data than it was trained on (by their fingerprint)")
@@ -69,6 +72,21 @@ def check_same_run(folder: Path, manifest: Manifest, spec: Spec, fingerprint: st
             exit_code=2,
         )
     return meant
+
+
+def _with_defaults(recorded: Mapping[str, Any], schema: type[Spec]) -> Mapping[str, Any]:
+    """The recorded spec, with what the schema has gained since at its defaults, which is what was done then; as it is
+    where it is no spec of this schema."""
+    try:
+        filled = schema.model_validate_json(json.dumps(recorded), strict=True)
+    except (ValueError, RecursionError):
+        return recorded
+    return filled.model_dump(mode="json", by_alias=True)
+
+
+def differences(then: Any, now: Any) -> list[tuple[str, str]]:
+    """What two resolved specs, as data, say differently: (path, `then → now`)."""
+    return [(path, _change(*change)) for path, *change in _differences(then, now)]
 
 
 def _below(path: str, roots: tuple[str, ...]) -> bool:

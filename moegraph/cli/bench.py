@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moegraph.cli.bench_checkpoint import checkpoint_command
 from moegraph.cli.bench_dispatch import dispatch_command
 from moegraph.cli.bench_layer import layer_command
 from moegraph.cli.bench_tune import tune_command
@@ -110,4 +111,5 @@ def _print_kernels(found: StepTiming, count: int) -> None:
 
 bench_app.command("layer")(layer_command)
 bench_app.command("dispatch")(dispatch_command)
+bench_app.command("checkpoint")(checkpoint_command)
 bench_app.command("tune")(tune_command)

@@ -21,6 +21,10 @@ def inspect_command(
         str | None,
         typer.Argument(metavar="[SPEC|DIR]", help="A spec, a preset, a compiled directory, or the folder of a run."),
     ] = None,
+    other: Annotated[
+        str | None,
+        typer.Argument(metavar="[OTHER]", help="With --trace-hash: the run, or saved trace, to compare with."),
+    ] = None,
     set_: Set = None,
     pass_file: PassFile = None,
     after: Annotated[
@@ -60,37 +64,63 @@ def inspect_command(
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
     router: Annotated[bool, typer.Option("--router", help="Of a run: load per layer and expert.")] = False,
+    trace_hash: Annotated[
+        bool, typer.Option("--trace-hash", help="Of a run: a digest of every node of a step, computed again.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="With --trace-hash: which step. Default: the first that differs.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --trace-hash: write the trace, to compare with later.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="With --trace-hash: start this many processes, one for each rank.")
+    ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
     flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
     views = {"schedule": schedule, "shards": shards, "precision": precision, "predict": predict}
     flags |= views
+    if trace_hash:
+        refuse(**graphs, **{**flags, "pass_file": None}, diff=diff, full=full, because="does not go with --trace-hash")
+        refuse(resolved=resolved, router=router, because="does not go with --trace-hash")
+        if spec is None:
+            raise UsageError(
+                "--trace-hash needs the folder of a run, such as `moegraph inspect runs/tiny --trace-hash`"
+            )
+        from moegraph.cli.inspect_trace import Request, inspect_trace
+
+        request = Request(step, set_ or (), pass_file or (), nproc)
+        return inspect_trace(Path(spec), Path(other) if other is not None else None, request, save, as_json=json)
+    if other is not None:
+        raise UsageError(f"{other!r} is one argument too many: --trace-hash compares two runs")
+    refuse(step=step, save=save, nproc=nproc, because="goes with --trace-hash")
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
         from moegraph.cli.inspect_run import print_run
 
         print_run(Path(spec), router=router, as_json=json)
-        return
+        return 0
     refuse(router=router, because="goes with the folder of a run, such as `moegraph inspect runs/tiny --router`")
     if resolved:
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
-        return
+        return 0
     view = next((name for name, asked in views.items() if asked), None)
     if view is not None:
         unused = {name: value for name, value in {**graphs, **flags}.items() if name not in (view, "pass_file")}
         refuse(**unused, diff=diff, full=full, because=f"does not go with --{view}")
         _print_view(_compile(spec, set_, pass_file), view, predict or "", as_json=json)
-        return
+        return 0
     if kernels:
         unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}
         refuse(**unused, diff=diff, full=full, because="does not go with --kernels")
         from moegraph.cli.inspect_kernels import print_kernels
 
         print_kernels(lambda: _compile(spec, set_, pass_file), arch, kind, as_json=json)
-        return
+        return 0
     refuse(arch=arch, because="goes with --kernels")
     if diff is None:
         refuse(full=full, because="goes with --diff")
@@ -107,6 +137,7 @@ def inspect_command(
         print_statistics(compiled, after, selection, as_json=json)
     else:
         print_graphs(compiled, after, selection, as_json=json)
+    return 0
 
 
 def _print_view(compiled: Compiled, view: str, machine: str, *, as_json: bool) -> None:

@@ -13,13 +13,24 @@ from moegraph.errors import UsageError
 
 def print_run(folder: Path, *, router: bool, as_json: bool) -> None:
     """Prints the run in `folder`. Raises UsageError if it has no record, and for `router` if it has no experts."""
-    from moegraph.runtime.router_view import router_json, router_text
-    from moegraph.runtime.run_log import MANIFEST, read_manifest, read_records
+    from moegraph.runtime.run_log import MANIFEST, METRICS, read_manifest, read_records
 
     records = read_records(folder)
     if not records:
         raise UsageError(f"the run in {folder} has written no record yet")
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    try:
+        _show(folder, records, manifest, router=router, as_json=as_json)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UsageError(f"{folder}: its {MANIFEST} or {METRICS} is not what a run writes ({what})") from error
+
+
+def _show(
+    folder: Path, records: list[dict[str, Any]], manifest: dict[str, Any] | None, *, router: bool, as_json: bool
+) -> None:
+    from moegraph.runtime.router_view import router_json, router_text
+
     if router:
         if as_json:
             print_json({"run": str(folder), **router_json(records)})

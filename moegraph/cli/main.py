@@ -33,7 +33,9 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from here on there is nothing that has to be cleaned up
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -177,7 +177,7 @@ def _check_json(raw: bytes, path: Path) -> None:
     except RecursionError as error:
         raise DataError(f"{path} is not valid JSON: nested too deeply") from error
     except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from error
+        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
     version = value.get("version") if isinstance(value, dict) else None
     if isinstance(version, int) and version != FORMAT_VERSION:
         raise DataError(f"{path} has version {version}, this moegraph reads {FORMAT_VERSION}: prepare the data again")
@@ -203,7 +203,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_problems(error: ValidationError, most: int = 5) -> str:
-    problems = [f"{'.'.join(map(str, item['loc'])) or 'top level'}: {item['msg']}" for item in error.errors()]
+    found = [(".".join(str(part)[:80] for part in item["loc"]), item["msg"][:200]) for item in error.errors()]
+    problems = [f"{where[:200] or 'top level'}: {message}" for where, message in found]
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more
 

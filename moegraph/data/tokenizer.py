@@ -78,7 +78,7 @@ def tokenizer_from_bytes(serialized: bytes, name: str, eos_token: str | None = N
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic inside the Rust library is no Exception
-        raise DataError(f"{name} is not a tokenizer.json that `tokenizers` can load: {error}") from error
+        raise DataError(f"{name} is not a tokenizer.json that `tokenizers` can load: {str(error)[:300]}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

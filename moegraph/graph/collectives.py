@@ -36,6 +36,11 @@ def collectives(module: fx.GraphModule) -> list[Collective]:
     ]
 
 
+def is_unfinished(node: fx.Node) -> bool:
+    """Whether the node only starts a collective: its value is not there before another node has waited for it."""
+    return is_communication(node) and not _is_wait(node) and not target_name(node).startswith("moegraph.")
+
+
 def _is_wait(node: fx.Node) -> bool:
     return target_name(node).rsplit(".", 1)[-1] in ("all_to_all_wait", "wait_tensor")
 

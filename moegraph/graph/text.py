@@ -54,7 +54,8 @@ def _argument_text(argument: Any) -> str:
     return repr(argument)
 
 
-def _right_hand_side(node: fx.Node) -> str:
+def operation_text(node: fx.Node) -> str:
+    """What a node does: its operator and arguments, `input` or `parameter`."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -73,7 +74,7 @@ def node_text(node: fx.Node, module: fx.GraphModule) -> str:
         named = zip(ports(module, "outputs"), results, strict=True)
         return "return " + ", ".join(f"{port.role} {port.name} = {_argument_text(value)}" for port, value in named)
     made_by = facts(node).get("made_by", "?")
-    return f"{display_name(node)}: {value_text(node.meta.get('val'))} = {_right_hand_side(node)}  # {made_by}"
+    return f"{display_name(node)}: {value_text(node.meta.get('val'))} = {operation_text(node)}  # {made_by}"
 
 
 def graph_text(module: fx.GraphModule) -> str:

@@ -17,16 +17,18 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moegraph.checkpoint.disk import read_lines
 from moegraph.errors import CheckFailed, UsageError
 
 AUDIT = "audit.jsonl"
 _NOTHING = "0" * 64
+_LONGEST = 1 << 16  # bytes of a line
 _COMPARED = ("samples", "loss", "grad_norm", "counts", "skipped")  # in the order in which a step makes them
 
 
@@ -53,7 +55,7 @@ def read_chain(folder: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(_lines(path), 1):
         try:
             line = json.loads(text)
-            whole = isinstance(line, dict) and isinstance(line.get("step"), int)
+            whole = isinstance(line, dict) and type(line.get("step")) is int and isinstance(line.get("previous"), str)
             right = whole and line["digest"] == _digest({k: v for k, v in line.items() if k != "digest"})
         except (ValueError, KeyError, RecursionError):
             right = False
@@ -121,12 +123,15 @@ class Audit:
                 self._warn(f"{self.path} cannot be written ({error.strerror or error}); training goes on without")
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> Iterator[str]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in read_lines(path, _LONGEST):
+            if line.endswith(b"\n"):
+                yield line.decode("utf-8", errors="replace")
     except OSError as error:
+        if error.errno is None:
+            raise CheckFailed(f"{path} is not what was written: {error}") from error
         raise UsageError(f"{path.parent} has no {AUDIT} that can be read ({error.strerror or error})") from error
-    return text.split("\n")[:-1]
 
 
 def _digest(line: Mapping[str, Any]) -> str:

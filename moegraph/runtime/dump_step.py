@@ -22,12 +22,11 @@ from torch import Tensor, fx
 
 from moegraph.data.loader import StepBatch
 from moegraph.graph.names import display_name
-from moegraph.graph.program import Instance, Port, ports
-from moegraph.runtime.bind import BoundGraph, bind_device
+from moegraph.graph.program import Port
 from moegraph.runtime.engine import Engine
-from moegraph.runtime.executor import Executor
 from moegraph.runtime.start import together
 from moegraph.runtime.step import StepComputer
+from moegraph.runtime.watched import Call, WatchedExecutor, has_no_value
 
 FOLDER = "non_finite"
 
@@ -38,7 +37,8 @@ def dump_step(engine: Engine, step: int, batch: StepBatch, record: Mapping[str, 
     gradients = _lost(engine.gradients.shard)
     for buffer in engine.gradients.values():
         buffer.zero_()
-    executor = _WatchedExecutor(engine)
+    first = _First()
+    executor = WatchedExecutor(engine, first.see)
     StepComputer(engine.spec, executor, engine.gradients, engine.device, engine.mesh).compute(batch)
     mesh, count = engine.mesh, engine.spec.layout.microbatches
     shares = [batch.microbatch(mesh.dp_rank, mesh.dp, index=i, count=count) for i in range(count)]
@@ -47,7 +47,7 @@ def dump_step(engine: Engine, step: int, batch: StepBatch, record: Mapping[str, 
         "rank": mesh.rank,
         "numbers": {name: _said(value) for name, value in record.items() if isinstance(value, float)},
         "samples": [share["sample_ids"].tolist() for share in shares],
-        "first": executor.first,
+        "first": first.found,
         "parameters": parameters,
         "gradients": gradients,
     }
@@ -55,7 +55,7 @@ def dump_step(engine: Engine, step: int, batch: StepBatch, record: Mapping[str, 
     with together(mesh, "writing what was found"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return _clause(executor.first, mesh.rank, path.parent)
+    return _clause(first.found, mesh.rank, path.parent)
 
 
 def _clause(first: Mapping[str, Any] | None, rank: int, folder: Path) -> str:
@@ -65,37 +65,27 @@ def _clause(first: Mapping[str, Any] | None, rank: int, folder: Path) -> str:
     return f"on rank {rank} the first that is not finite is {where}; see {folder}"
 
 
-class _WatchedExecutor(Executor):
-    """Runs every graph node by node and keeps what it saw `first` that is not finite."""
+class _First:
+    """Keeps what is the first that is not finite."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.program, engine.state.values, engine.device, "eager", engine.stages)
-        self.first: dict[str, Any] | None = None
-        self._instance: Instance | None = None
-        self.graphs = {kind: _WatchedGraphs(self, kind, engine.device) for kind in self.graphs}
+    def __init__(self) -> None:
+        self.found: dict[str, Any] | None = None
 
-    def _inputs(
-        self, graph: BoundGraph, instance: Instance, batch: Mapping[str, Tensor], hidden: Tensor | None
-    ) -> dict[Port, Tensor]:
-        self._instance = instance
-        return super()._inputs(graph, instance, batch, hidden)
-
-    def see(self, label: str, node: fx.Node, port: Port | None, outputs: Sequence[Tensor]) -> None:
+    def see(self, call: Call, node: fx.Node, port: Port | None, values: Sequence[Tensor]) -> None:
         """Keeps the node if it is the first whose output holds NaN or +inf. `port`: of an input of the graph."""
-        if self.first is not None or "empty" in str(node.target):
+        if self.found is not None or has_no_value(node):
             return
-        for value in outputs:
+        for value in values:
             bad = ~(torch.isfinite(value) | torch.isneginf(value)) if value.is_floating_point() else None
             if bad is None or not bool(bad.any()):
                 continue
-            at, instance = bad.nonzero()[0].tolist(), self._instance
-            assert instance is not None
-            self.first = {
-                "block": instance.prefix,
-                "graph": label,
+            at = bad.nonzero()[0].tolist()
+            self.found = {
+                "block": call.instance.prefix,
+                "graph": call.label,
                 "node": display_name(node),
                 "operator": str(node.target),
-                "parameter": instance.parameters.get(port.name) if port is not None else None,
+                "parameter": call.instance.parameters.get(port.name) if port is not None else None,
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "shape": list(value.shape),
                 "not_finite": int(bad.sum()),
@@ -103,47 +93,6 @@ class _WatchedExecutor(Executor):
                 "value": _said(float(value[tuple(at)])),
             }
             return
-
-
-class _WatchedGraphs(dict[str, BoundGraph]):
-    """The graphs of one kind, each made when it is first wanted."""
-
-    def __init__(self, watch: _WatchedExecutor, kind: str, device: torch.device) -> None:
-        super().__init__()
-        self._watch, self._kind, self._device = watch, kind, device
-
-    def __missing__(self, name: str) -> BoundGraph:
-        module = self._watch.program.units[self._kind].graphs[name]
-        self[name] = graph = _WatchedGraph(f"{self._kind}/{name}", module, self._device, "eager")
-        graph.watch(_Interpreter(bind_device(module, self._device), graph.label, self._watch))
-        return graph
-
-
-class _WatchedGraph(BoundGraph):
-    def watch(self, interpreter: _Interpreter) -> None:
-        """From now on the graph runs under this interpreter."""
-        self._run = interpreter.run
-
-
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, label: str, watch: _WatchedExecutor) -> None:
-        super().__init__(module)
-        self._label, self._watch = label, watch
-        inputs = module.graph.find_nodes(op="placeholder")
-        self._ports = {node.name: port for node, port in zip(inputs, ports(module, "inputs"), strict=True)}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value, which has been looked at."""
-        value = super().run_node(n)
-        if n.op != "output":
-            self._watch.see(self._label, n, self._ports.get(n.name), _tensors(value))
-        return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for part in value for each in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def _lost(tensors: Mapping[str, Tensor]) -> dict[str, int]:

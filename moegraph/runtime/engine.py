@@ -111,7 +111,7 @@ class Engine:
             agreed = self.agree(computed)
             if agreed.overflow == 0:
                 return agreed
-            self._raise_capacity(f"{agreed.overflow} rows found no place")
+            self.raise_capacity(f"{agreed.overflow} rows found no place")
 
     def agree(self, computed: Computed) -> Agreed:
         """The numbers of a computed step over all ranks, read by the host once."""
@@ -143,7 +143,7 @@ class Engine:
             mean, lost = numbers.tolist()
             if not lost:
                 return float(mean)
-            self._raise_capacity(f"{int(lost)} rows of validation found no place")
+            self.raise_capacity(f"{int(lost)} rows of validation found no place")
 
     def compilations(self) -> dict[str, int]:
         """How often each graph that was used has been compiled, at each capacity."""
@@ -154,7 +154,7 @@ class Engine:
             found.update({f"{label}{suffix}": count for label, count in executor.compilations().items()})
         return found
 
-    def _raise_capacity(self, what: str) -> None:
+    def raise_capacity(self, what: str) -> None:
         """The next rung, on every rank. Raises RunError with `overflow: error`."""
         here = f"{what} at capacity {self.ladder[self.rung]:g}"
         if self.spec.layout.overflow == "error":

@@ -183,8 +183,7 @@ class Executor:
     def _prepare(self, instance: Instance) -> dict[Port, Tensor]:
         if instance.prefix not in self._prepared:
             graph = self.graphs[instance.kind]["prepare"]
-            weights = {port: self.values[instance.parameters[port.name]] for port in graph.inputs}
-            self._prepared[instance.prefix] = graph(weights)
+            self._prepared[instance.prefix] = graph(self._inputs(graph, instance, {}, None))
         return self._prepared[instance.prefix]
 
     def _inputs(

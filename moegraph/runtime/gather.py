@@ -72,3 +72,16 @@ def _receive(parameter: Parameter, owners: range, state: ModelState, mesh: Mesh)
                 dist.recv(values, src=owner)
         whole[start : start + values.numel()] = values
     return whole.reshape(parameter.global_shape).cpu()
+
+
+def gather_bytes(mine: bytes, mesh: Mesh) -> list[bytes]:
+    """What every rank has, in their order, on rank 0; nothing elsewhere. Collective over the world."""
+    if mesh.world == 1:
+        return [mine]
+    sizes = [torch.zeros((), dtype=torch.int64) for _ in range(mesh.world)]
+    dist.all_gather(sizes, torch.tensor(len(mine), dtype=torch.int64))
+    content = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    content[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    every = [torch.empty_like(content) for _ in range(mesh.world)] if mesh.rank == 0 else None
+    dist.gather(content, every, dst=0)
+    return [each.numpy()[: int(size)].tobytes() for each, size in zip(every or [], sizes, strict=False)]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from moegraph._torch_compat import forget_process_group, name_process_group
 from moegraph.errors import UsageError
+from moegraph.runtime.rendezvous import meet
 from moegraph.specs.schema import Layout
 
 
@@ -114,7 +115,8 @@ def join(layout: Layout, rank: int, world: int, device: torch.device) -> Iterato
     if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ and _all_on_this_host(world):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=layout.timeout)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+    store = meet(rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     named: list[str] = []
     try:
         groups: dict[str, dist.ProcessGroup] = {}

@@ -7,6 +7,8 @@ with the same versions, layout and passes.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,27 +65,55 @@ def replay(
     if missing is not None:
         known = f"{min(recorded)}:{max(recorded)}" if recorded else "none"
         raise UsageError(f"{run} has no step {missing} in its chain: there is {known}")
-    start, checkpoint = _start_before(run, first)
+    with trainer_before(spec, run, first, base=base, progress=progress, compiled=compiled, rank=rank, world=world) as (
+        trainer,
+        start,
+    ):
+        for step in range(start + 1, last + 1):
+            record = trainer.step(step)
+            facts = step_facts(record, trainer.expert_counts, trainer.loader.step(step - 1).sample_ids)
+            progress.show(record)
+            found = first_difference(recorded[step], facts) if step in recorded else None
+            if found is not None:
+                return Replay(start, first, last, step, found)
+    return Replay(start, first, last)
+
+
+@contextmanager
+def trainer_before(
+    spec: Spec,
+    run: Path,
+    step: int,
+    *,
+    base: Path,
+    progress: Progress,
+    compiled: Compiled | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[tuple[Trainer, int]]:
+    """The trainer of a run as it was after its newest checkpoint before `step`, or at its start, and that step. What
+    it trains then writes nothing into the run's folder. Collective."""
+    start, checkpoint = _start_before(run, step)
     check_world(spec.layout, world)
     device = choose_device(spec.train.device)
-    cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor")  # the kernels of the run
-    with tempfile.TemporaryDirectory() as place, run_settings(spec.train.deterministic), cache, progress:
-        if spec.train.non_finite == "dump":  # which would write
-            spec = spec.model_copy(update={"train": spec.train.model_copy(update={"non_finite": "stop"})})
-        with join(spec.layout, rank, world, device) as mesh:
-            with together(mesh, "opening the data and compiling"):
-                trainer = Trainer(spec, base, device, progress, compiled, mesh)
-            check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
-            engine, data = trainer.engine, trainer.dataset.fingerprint
-            RunCheckpoints(engine, trainer.loader, data, Path(place), progress.note, trainer.policy).resume(checkpoint)
-            for step in range(start + 1, last + 1):
-                record = trainer.step(step)
-                facts = step_facts(record, trainer.expert_counts, trainer.loader.step(step - 1).sample_ids)
-                progress.show(record)
-                found = first_difference(recorded[step], facts) if step in recorded else None
-                if found is not None:
-                    return Replay(start, first, last, step, found)
-    return Replay(start, first, last)
+    if spec.train.non_finite == "dump":  # which would write
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"non_finite": "stop"})})
+    with ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(run_settings(spec.train.deterministic))
+        stack.enter_context(
+            compile_cache(device_name(device), inductor=spec.train.compile == "inductor", note=progress.note)
+        )
+        stack.enter_context(progress)
+        mesh = stack.enter_context(join(spec.layout, rank, world, device))
+        with together(mesh, "opening the data and compiling"):
+            trainer = Trainer(spec, base, device, progress, compiled, mesh)
+        check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
+        data = trainer.dataset.fingerprint
+        RunCheckpoints(trainer.engine, trainer.loader, data, Path(place), progress.note, trainer.policy).resume(
+            checkpoint
+        )
+        yield trainer, start
 
 
 def _start_before(run: Path, first: int) -> tuple[int, Path | None]:

@@ -22,10 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from moegraph.checkpoint.disk import read_at_most, read_lines
 from moegraph.errors import UsageError
 from moegraph.runtime.tensorboard import TensorBoard
 
 METRICS, MANIFEST = "metrics.jsonl", "manifest.json"
+MAX_BYTES = 16 << 20  # of a record, and of the manifest
 
 
 def _to_stderr(message: str) -> None:
@@ -94,25 +96,27 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
     Raises `UsageError` if the folder has no metrics.jsonl.
     """
-    try:
-        text = (folder / METRICS).read_bytes().decode("utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"{folder} is not the folder of a run: it has no {METRICS} that can be read") from error
     by_step: dict[int, dict[str, Any]] = {}
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            by_step[record["step"]] = record
+    try:
+        for line in read_lines(folder / METRICS, MAX_BYTES):
+            try:
+                record = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                by_step[record["step"]] = record
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{folder} is not the folder of a run: it has no {METRICS} that can be read ({reason})"
+        ) from error
     return [by_step[step] for step in sorted(by_step)]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json of a run. Raises `UsageError` if there is none, or if it is not one."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_at_most(folder / MANIFEST, MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{folder} is not the folder of a run: it has no {MANIFEST} that can be read") from error
     if not isinstance(manifest, dict):

@@ -86,14 +86,14 @@ def train(
     """
     check_world(spec.layout, world)
     device = choose_device(spec.train.device)
-    cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor")
-    with run_settings(spec.train.deterministic), cache as keep_compiled:
-        shown = progress or Progress(spec.train.steps, spec.train.log_every)
-        with shown, join(spec.layout, rank, world, device) as mesh:
-            with together(mesh, "opening the data and compiling"):
-                trainer = Trainer(spec, base, device, shown, compiled, mesh)
-            check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
-            return trainer.run(keep_compiled)
+    shown = progress or Progress(spec.train.steps, spec.train.log_every)
+    cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor", note=shown.note)
+    settings = run_settings(spec.train.deterministic)
+    with settings, cache as keep_compiled, shown, join(spec.layout, rank, world, device) as mesh:
+        with together(mesh, "opening the data and compiling"):
+            trainer = Trainer(spec, base, device, shown, compiled, mesh)
+        check_equal(mesh, trainer.engine.compiled, trainer.dataset.fingerprint)
+        return trainer.run(keep_compiled)
 
 
 class Trainer:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moegraph.checkpoint.manifest import manifest_json
+from moegraph.checkpoint.manifest import ITEM_BYTES, manifest_json
 from moegraph.checkpoint.names import MANIFEST, Segment, shard_name, step_name
 from moegraph.checkpoint.reader import Checkpoint
+from moegraph.checkpoint.shard_header import read_header
 from moegraph.checkpoint.shard_writer import write_shard
 from moegraph.compiled import Compiled
 from moegraph.runtime.mesh import join
@@ -77,6 +79,22 @@ def rewrite(folder: Path, **changes: object) -> None:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     kept = {key: each for key, each in manifest.items() if key not in ("format", "version", "fingerprint")}
     (folder / MANIFEST).write_bytes(manifest_json({**kept, **changes}))
+
+
+def flip_bit(folder: Path, tensor: str, element: int = 0) -> None:
+    """The lowest bit of one element of a tensor in a checkpoint; hashes are made right again."""
+    files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    flipped = 0
+    for name, entry in files.items():
+        for segment, dtype, offset in read_header(folder / name, entry["bytes"]):
+            if segment.tensor == tensor and segment.start <= element < segment.stop:
+                content = bytearray((folder / name).read_bytes())
+                content[offset + (element - segment.start) * ITEM_BYTES[dtype]] ^= 1
+                (folder / name).write_bytes(content)
+                entry["sha256"] = sha256(content).hexdigest()
+                flipped += 1
+    assert flipped == 1
+    rewrite(folder, files=files)
 
 
 def whole(folder: Path) -> dict[str, Tensor]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moegraph.checkpoint import piece_hash
 from moegraph.checkpoint.manifest import manifest_json, read_manifest
-from moegraph.checkpoint.names import MANIFEST, shard_name
+from moegraph.checkpoint.names import MANIFEST, Segment, shard_name
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.errors import CheckpointError
 from tests.checkpoint.small_checkpoints import content, rewrite, values, whole, write_checkpoint
@@ -198,5 +203,74 @@ def test_a_manifest_without_one_of_its_parts_is_refused(tmp_path: Path, gone: st
 
 def test_a_newer_version_is_refused_by_its_number(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    rewrite(folder, version=2)
-    assert "has version 2, this moegraph reads version 1" in refused(folder)
+    rewrite(folder, version=3)
+    assert "has version 3, this moegraph reads 1 to 2" in refused(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_large_file_of_either_version_is_compared_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Version 1 has the plain SHA-256 of a file, version 2 that of its pieces' ones."""
+    monkeypatch.setattr(piece_hash, "PIECE", 32)
+    folder = write_checkpoint(tmp_path)
+    files = Checkpoint.open(folder).manifest.model_dump()["files"]
+    content = (folder / FIRST).read_bytes()
+    pieces = [hashlib.sha256(content[at : at + 32]).digest() for at in range(0, len(content), 32)]
+    assert files[FIRST]["sha256"] == hashlib.sha256(b"".join(pieces)).hexdigest()
+    if version == 1:
+        plain = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
+        rewrite(folder, version=1, files={name: {**files[name], "sha256": plain[name]} for name in files})
+    wanted = [Segment(name, 0, entry.numel) for name, entry in Checkpoint.open(folder).manifest.tensors.items()]
+    for damaged in (False, True):
+        if damaged:
+            (folder / FIRST).write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
+        with suppress(CheckpointError) if damaged else nullcontext():
+            load(folder)
+            assert not damaged
+        with suppress(CheckpointError) if damaged else nullcontext():
+            checkpoint = Checkpoint.open(folder)
+            with checkpoint.verified(files, wanted) as read:
+                for segment in checkpoint.in_file_order(wanted):
+                    read(segment.tensor, segment.start, torch.empty(segment.stop))
+            assert not damaged
+
+
+READING = {"all in order": 1, "all backwards": -1, "a part": 0}
+
+
+@pytest.mark.parametrize("how", READING)
+def test_a_flipped_bit_is_found_while_the_file_is_read(tmp_path: Path, how: str) -> None:
+    """Whether this rank reads all of the file, in which order, or a part."""
+    folder = write_checkpoint(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    everything = [Segment(name, 0, entry.numel) for name, entry in checkpoint.manifest.tensors.items()]
+    wanted = checkpoint.in_file_order(everything)[:: READING[how]] if READING[how] else everything[:1]
+    assert len(checkpoint._read_as_a_whole(checkpoint.manifest.files, wanted)) == (2 if READING[how] else 0)
+
+    def go() -> None:
+        with checkpoint.verified(checkpoint.manifest.files, wanted) as read:
+            for segment in wanted:
+                out = torch.empty(segment.stop - segment.start)
+                read(segment.tensor, segment.start, out)
+                assert (out != 1e9).all()
+
+    go()
+    for name in checkpoint.manifest.files:
+        good = (folder / name).read_bytes()
+        for place in [*range(8, len(good), 41), len(good) - 1]:
+            (folder / name).write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
+            with pytest.raises(CheckpointError, match=rf"{name} is damaged: its content has not the SHA-256"):
+                go()
+        (folder / name).write_bytes(good)
+
+
+def test_an_error_while_reading_ends_the_comparison(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    before = threading.active_count()
+    with pytest.raises(KeyError), checkpoint.verified(checkpoint.manifest.files, []) as read:
+        read("nothing", 0, torch.empty(1))
+    for _ in range(200):
+        if threading.active_count() > before:
+            time.sleep(0.01)
+    assert threading.active_count() <= before

@@ -10,7 +10,6 @@ import tracemalloc
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,53 +20,9 @@ from moegraph.checkpoint.reader import Checkpoint
 from moegraph.checkpoint.shard_header import read_header
 from moegraph.errors import CheckpointError
 from tests.checkpoint.small_checkpoints import rewrite, values, whole, write_checkpoint
+from tests.mutations import mutate_text, mutate_tree
 
-ODD: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, "", "a", "../x", "\0", "F32",
-    "F64", "I8", [], [0], [-1, 4], [0, 2**62], [[0]], {}, {"a": 1}, "master.x[0:1]", "é" * 50,
-]  # fmt: skip
 LIMIT = 16 << 20  # bytes of memory beyond what a whole checkpoint takes
-
-
-def mutate_tree(tree: Any, chance: random.Random) -> Any:
-    """One part of a JSON value is replaced, removed, doubled or renamed."""
-    places: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, dict | list):
-            for key in value if isinstance(value, dict) else range(len(value)):
-                places.append((value, key))
-                walk(value[key])
-
-    walk(tree)
-    holder, key = chance.choice(places)
-    what = chance.randrange(4)
-    if what == 0 and isinstance(holder, dict):
-        holder[str(chance.choice(ODD))] = holder.pop(key)
-    elif what == 1:
-        del holder[key]
-    elif what == 2 and isinstance(holder, list):
-        holder.insert(key, holder[key])
-    elif what == 2 and isinstance(holder[key], int):
-        holder[key] += chance.choice([-1, 1, 4, 1 << 20])
-    else:
-        holder[key] = chance.choice(ODD)
-    return tree
-
-
-def mutate_text(text: bytes, chance: random.Random) -> bytes:
-    """Bytes are changed, cut or repeated, or something that JSON does not have is put in."""
-    where = chance.randrange(len(text))
-    what = chance.randrange(5)
-    if what == 0:
-        return text[:where] + bytes([chance.randrange(256)]) + text[where + 1 :]
-    if what == 1:
-        return text[:where]
-    if what == 2:
-        return text[:where] + text[where // 2 : where] + text[where:]
-    if what == 3:
-        return text[:where] + chance.choice([b"NaN", b"Infinity", b"1e999", b"9" * 5000, b'"\\ud800"']) + text[where:]
-    return text[:where] + chance.choice([b"[", b'{"a":']) * 50_000 + text[where:]
 
 
 def with_header(good: bytes, header: bytes, chance: random.Random | None = None) -> bytes:

@@ -103,3 +103,25 @@ def test_a_world_of_another_size_than_the_layout_is_refused(place: Path) -> None
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "layout asks for 2 ranks (dp 2 × pp 1), and 4 processes run" in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_ends_all_within_the_timeout(place: Path) -> None:
+    """It is neither dead nor alive: SIGTERM does not reach it."""
+    more = ["train.steps=100000", "train.log_every=1", "layout.timeout=5"]
+    process = start("train", *LAYOUT, *(part for each in more for part in ("--set", each)), "--nproc", "2")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    stopped = rank_of(process.pid, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 1
+    assert time.monotonic() - began < 60
+    assert "rank 0, step " in err
+    assert "a peer has ended or did not answer in time" in err
+    assert not Path(f"/proc/{stopped}").exists()  # no orphan

@@ -81,7 +81,7 @@ def test_the_operations_of_a_step_are_the_same_in_every_format() -> None:
         predict_step(p, "B300").blocks["moe", "forward"]
         for p in (program_of(*sizes, f"precision.mxfp8={everything}"), plain)
     )
-    assert low["exchange"] < 0.6 * high["exchange"]
+    assert 0.7 < low["exchange"] / high["exchange"] < 0.85  # out in half the bytes, back as ever
 
 
 @pytest.mark.parametrize("transport", ["exact", "padded", "direct"])

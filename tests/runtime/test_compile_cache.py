@@ -156,7 +156,7 @@ def test_what_a_run_left_is_there_for_the_next_one() -> None:
         assert all(path.is_file() for path in files.values())
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "added", "link"])
+@pytest.mark.parametrize("damage", ["torn", "emptied", "flipped", "added", "link"])
 def test_a_file_that_is_not_as_a_run_left_it_is_removed_and_the_others_stay(damage: str, tmp_path: Path) -> None:
     with compile_cache("CPU"):
         files = fill(cache_folder("CPU"))
@@ -164,6 +164,8 @@ def test_a_file_that_is_not_as_a_run_left_it_is_removed_and_the_others_stay(dama
     data = victim.read_bytes()
     if damage == "torn":
         victim.write_bytes(data[:50])
+    elif damage == "emptied":
+        victim.write_bytes(b"")
     elif damage == "flipped":
         victim.write_bytes(data[:-1] + b"!")
     elif damage == "added":
@@ -173,10 +175,37 @@ def test_a_file_that_is_not_as_a_run_left_it_is_removed_and_the_others_stay(dama
         (tmp_path / "same").write_bytes(data)
         victim.unlink()
         victim.symlink_to(tmp_path / "same")
-    with compile_cache("CPU"):
+    notes: list[str] = []
+    with compile_cache("CPU", note=notes.append):
         assert not os.path.lexists(victim)
         left = {path.name for path in files["graph"].parent.iterdir()}
     assert left == {"kernel.so", "kernel.cpp", "graph"} - {victim.name}
+    assert len(notes) == 1
+    assert victim.name in notes[0]
+    assert "removed, and compiled again" in notes[0]
+    with compile_cache("CPU", note=notes.append):
+        assert len(notes) == 1  # said once, and nothing of what is whole
+
+
+@pytest.mark.parametrize(
+    ("what", "files"),
+    [
+        ("a run", ("metrics.jsonl", "manifest.json")),
+        ("a compiled directory", ("report.json", "spec.yaml")),
+        ("a checkpoint", ("manifest.json",)),
+    ],
+)
+def test_a_cache_inside_what_people_copy_and_share_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, files: tuple[str, ...]
+) -> None:
+    folder = tmp_path / ("step-000120" if what == "a checkpoint" else "data")
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with pytest.raises(RunError, match=rf"lies inside {what}, .*{folder.name}: set XDG_CACHE_HOME"):
+        cache_folder("CPU")
+    assert not (folder / "cache").exists()
 
 
 def interrupted(compiled_all: bool) -> dict[str, Path]:

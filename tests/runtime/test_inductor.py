@@ -28,7 +28,9 @@ SCRIPT = """\
 import json, sys
 from pathlib import Path
 from tests.runtime.small_runs import run, run_spec
-print(json.dumps(run(run_spec(Path(sys.argv[1]), *sys.argv[3:]), Path(sys.argv[2])).result.compilations))
+done = run(run_spec(Path(sys.argv[1]), *sys.argv[3:]), Path(sys.argv[2]))
+(Path(sys.argv[1]) / "printed").write_text(done.printed, encoding="utf-8")
+print(json.dumps(done.result.compilations))
 """
 
 
@@ -68,7 +70,17 @@ def test_a_damaged_cache_is_compiled_again_and_the_run_is_the_same(
     cache, losses, _ = cold
     library = max(cache.rglob("*.so"), key=lambda path: path.stat().st_size)
     library.write_bytes(library.read_bytes()[:2000])  # as a killed compiler leaves it
-    graph = next(path for path in cache.rglob("fxgraph/*/*/*") if path.is_file())
-    graph.write_bytes(b"not a graph")
+    graphs = [path for path in sorted(cache.rglob("fxgraph/*/*/*")) if path.is_file()]
+    graphs[0].write_bytes(b"not a graph")
+    content = bytearray(graphs[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    graphs[1].write_bytes(content)
+    emptied = next(path for path in sorted(cache.rglob("*.so")) if path != library)
+    emptied.write_bytes(b"")
     assert run_apart(tmp_path, tokens, cache)[0] == losses
-    assert library.stat().st_size > 2000
+    said = (tmp_path / "printed").read_text(encoding="utf-8")
+    assert "compile cache: " in said
+    assert "and 1 more" in said
+    assert min(library.stat().st_size, emptied.stat().st_size) > 2000
+    compiled = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".so", ".cpp", ".py", ".gch", ".o")]
+    assert compiled == []  # code is never in a run
