@@ -53,22 +53,19 @@ class Verifier:
         try:
             for name, stream in self._streams.items():
                 compare(self._folder, name, self._files, lambda path, stream=stream: stream.finish())  # type: ignore[misc]
-        finally:
-            self.leave()
+        except BaseException:
+            self.abandon()
+            raise
         if self._others:
             self._helper.join()
         if self._error is not None:
             raise self._error
 
-    def leave(self) -> None:
-        """Nobody wants to know any more what is not known yet."""
+    def abandon(self) -> None:
+        """Nobody wants to know any more. The helper ends after the file that it is reading."""
+        self._left.set()
         for stream in self._streams.values():
             stream.hash.close()
-
-    def abandon(self) -> None:
-        """The helper ends after the file that it is reading."""
-        self._left.set()
-        self.leave()
 
     def _hash_others(self) -> None:
         try:

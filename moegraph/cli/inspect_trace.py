@@ -16,7 +16,7 @@ from moegraph.cli.options import load_pass_files
 from moegraph.cli.output import print_json, print_table, say
 from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import is_run, load_run
-from moegraph.errors import RunError, UsageError
+from moegraph.errors import CheckFailed, RunError, UsageError
 
 if TYPE_CHECKING:
     from moegraph.runtime.trace_compare import Comparison, Value
@@ -77,7 +77,10 @@ def _chains_differ(run: Path, other: Path, step: int) -> bool:
 
     if run.is_file() or other.is_file():
         return False
-    lines = [next((line for line in read_chain(each) if line["step"] == step), {}) for each in (run, other)]
+    try:
+        lines = [next((line for line in read_chain(each) if line["step"] == step), {}) for each in (run, other)]
+    except (CheckFailed, UsageError):  # without a whole chain there is nothing to hold it against
+        return False
     return all(lines) and first_difference(lines[0], lines[1]) is not None
 
 

@@ -188,3 +188,28 @@ def test_the_kernels_of_mxfp8_are_compiled_for_a_chip_that_is_not_here(moegraph:
     for name, report in kernels.items():
         assert report["fits"], name
         assert report["matrix_instruction"] == ("tcgen05.mma" if name in products else "none")
+
+
+def test_a_checkpoint_is_timed_and_removed(tmp_path: Path, moegraph: Moegraph) -> None:
+    done = moegraph("bench", "checkpoint", tmp_path, "--gib", "0.05", "--rounds", "1", "--json")
+    assert done.status == 0, done.err
+    found = done.json
+    assert found["bytes"] == pytest.approx(0.05 * 2**30, rel=1e-3)
+    assert found["save_share"] == pytest.approx(found["disk"] / found["save"])
+    assert found["verify_more"] == pytest.approx(found["load_verified"] / found["load"] - 1)
+    assert found["stall_share"] == pytest.approx(found["copy"] / found["save"])
+    assert found["step"] > 0
+    assert found["step_beside"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_begun(
+    tmp_path: Path, moegraph: Moegraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moegraph.benchmarks import checkpoint
+
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda folder: 1 << 30)
+    done = moegraph("bench", "checkpoint", tmp_path, "--gib", "4")
+    assert done.status == 1
+    assert "has not the room for two times 4 GiB" in done.err
+    assert moegraph("bench", "checkpoint", tmp_path / "nowhere").status == 2

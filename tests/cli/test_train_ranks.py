@@ -125,3 +125,19 @@ def test_a_rank_that_stands_still_ends_all_within_the_timeout(place: Path) -> No
     assert "rank 0, step " in err
     assert "a peer has ended or did not answer in time" in err
     assert not Path(f"/proc/{stopped}").exists()  # no orphan
+
+
+@pytest.mark.slow
+def test_a_step_of_two_ranks_is_traced_and_compared_with_itself(place: Path) -> None:
+    more = ["--set", "train.steps=3", "--set", "checkpoint.every=2"]
+    for arguments, says in (
+        (["train", *LAYOUT, *more], "results: runs/small"),
+        (["inspect", "runs/small", "--trace-hash", "--step", "3", "--save", "trace.json"], "values of step 3"),
+        (["inspect", "trace.json", "runs/small", "--trace-hash"], "equal: every value"),
+    ):
+        process = start(*arguments, "--nproc", "2")
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert says in out + err
+    trace = json.loads(Path("trace.json").read_text(encoding="utf-8"))
+    assert (trace["start"], trace["step"], len(trace["ranks"])) == (2, 3, 2)

@@ -13,6 +13,7 @@ from moegraph.cli.main import run as moegraph
 from moegraph.compiled import Compiled
 from moegraph.data.prepare import prepare
 from moegraph.runtime import engine
+from moegraph.runtime.audit import AUDIT, linked, read_chain
 from moegraph.specs.schema import Spec
 from tests.checkpoint.small_checkpoints import compiled_for, flip_bit
 from tests.cli.conftest import USER_PASS
@@ -82,6 +83,21 @@ def test_a39_one_bit_of_a_weight_is_named_where_it_is_read_first(trained: Path, 
     assert f"step 3: the first value that differs is the weight {WEIGHT} that the forward of layers.2 reads" in said
     assert found["first"][0]["digest"] != found["first"][1]["digest"]
     assert "micro-batch 0, on rank 0" in said
+
+
+@pytest.mark.slow
+def test_chains_that_differ_where_the_replay_does_not_are_told(trained: Path, there: Path, traced: Any) -> None:
+    lines, previous = [], "0" * 64
+    for line in read_chain(there):
+        facts = {key: value for key, value in line.items() if key not in ("previous", "digest")}
+        lines.append(linked({**facts, **({"loss": 1.0} if line["step"] == 3 else {})}, previous))
+        previous = lines[-1]["digest"]
+    (there / AUDIT).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    status, found, said = traced(trained, there)
+    assert (status, found["step"], found["equal"]) == (0, 3, True)  # the first step in which the chains differ
+    assert "their chains differ at step 3, and this replay does not" in said
+    (there / AUDIT).unlink()
+    assert traced(trained, there, "--step", "3")[0] == 0
 
 
 @pytest.mark.slow
