@@ -42,6 +42,7 @@ from moegraph.kernels.mx_quantize import Quantized, empty_swizzled, mx_quantize_
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -250,11 +251,12 @@ def _run(
             z = z if z_scale is None else mx_dequantize(z, z_scale)
             gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
             if quantized is not None:
-                schedule = tile_schedule(offsets, rows, 128)
+                schedule = tile_schedule(offsets, rows, 128, tail=True)
                 mx_quantize_launch(dz, Quantized(*quantized, None, None), offsets, schedule, swizzled=True).run()
         return dz, act, ds
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
         given = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
         mx_dgrad_swiglu_launch(*given, dz_quantized=quantized, z_scale=z_scale, activation=activation, config=c).run()
+        zero_tail(offsets, dz, act, parts, *(() if quantized is None else quantized[:1]))
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

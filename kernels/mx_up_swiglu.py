@@ -37,6 +37,7 @@ from moegraph.kernels.mx_quantize import empty_swizzled
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.up_epilogue import up_epilogue
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -181,6 +182,7 @@ def mx_up_swiglu(
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+        zero_tail(offsets, z, act)
     return z, act
 
 
@@ -202,6 +204,7 @@ def mx_up_swiglu_quantized(
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, data, scale)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+        zero_tail(offsets, z, data)
     return z, data, scale
 
 
@@ -224,4 +227,5 @@ def mx_up_swiglu_saved(
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, data, scale, z_scale)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+        zero_tail(offsets, z, z_scale, data)
     return z, z_scale, data, scale
