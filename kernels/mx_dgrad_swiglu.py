@@ -1,4 +1,4 @@
-"""The gradient of the MXMX down projection, with that of the activation and of the router weight in its epilogue.
+"""The gradient of the MXFP8 down projection, with that of the activation and of the router weight in its epilogue.
 
     da = dequantised grad[r] · dequantised W[e(r)]ᵀ                         [R, F]
     dz = s · da · a'(z)  [R, 2F] bf16      a_s = s · a(z)  [R, F] bf16      ds = Σ_f da · a(z)  [R] fp32
