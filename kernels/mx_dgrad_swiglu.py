@@ -38,7 +38,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.mx_dequantize import mx_dequantize
 from moegraph.kernels.mx_epilogue import mx_gradient_epilogue
-from moegraph.kernels.mx_quantize import Quantized, empty_swizzled, mx_quantize_launch
+from moegraph.kernels.mx_quantize import empty_swizzled
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
@@ -249,10 +249,7 @@ def _run(
         da = mx_grouped_mm(grad, grad_scale, weight, weight_scale, offsets, config=plain)
         if dz.numel():
             z = z if z_scale is None else mx_dequantize(z, z_scale)
-            gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
-            if quantized is not None:
-                schedule = tile_schedule(offsets, rows, 128, tail=True)
-                mx_quantize_launch(dz, Quantized(*quantized, None, None), offsets, schedule, swizzled=True).run()
+            gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, quantized, activation=activation).run()
         return dz, act, ds
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
