@@ -188,11 +188,9 @@ def quantize_launches(
     top_k = 8 if rows % 8 == 0 else 1
     moved = (tensor(rows // top_k, columns), index(rows), offsets, data)
     yield "fp8_permute", fp8_permute_quantize_launch(*moved, scale, top_k)
-    for swizzled in (False, True):
-        row_scale = empty_quantized(x, num_experts, rows=True, columns=False, swizzled=swizzled).row_scale
-        assert row_scale is not None
-        name = f"mx_permute{'_swizzled' * swizzled}"
-        yield name, mx_permute_quantize_launch(*moved, row_scale, top_k, swizzled=swizzled)
+    row_scale = empty_quantized(x, num_experts, rows=True, columns=False, swizzled=True).row_scale
+    assert row_scale is not None
+    yield "mx_permute_swizzled", mx_permute_quantize_launch(*moved, row_scale, top_k, swizzled=True)
     padded = (-(-rows // 128) + num_experts) * 128
     data, scale = tensor(columns, padded, kind=torch.float8_e4m3fn), tensor(num_experts, columns, kind=torch.float32)
     amax = index(num_experts, columns)

@@ -1,4 +1,4 @@
-"""The gradient of the MXMX down projection, with that of the activation and of the router weight in its epilogue.
+"""The gradient of the MXFP8 down projection, with that of the activation and of the router weight in its epilogue.
 
     da = dequantised grad[r] · dequantised W[e(r)]ᵀ                         [R, F]
     dz = s · da · a'(z)  [R, 2F] bf16      a_s = s · a(z)  [R, F] bf16      ds = Σ_f da · a(z)  [R] fp32
@@ -38,7 +38,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.mx_dequantize import mx_dequantize
 from moegraph.kernels.mx_epilogue import mx_gradient_epilogue
-from moegraph.kernels.mx_quantize import Quantized, empty_swizzled, mx_quantize_launch
+from moegraph.kernels.mx_quantize import empty_swizzled
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
 from moegraph.kernels.mx_scales import load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
@@ -244,14 +244,11 @@ def _run(
         da = mx_grouped_mm(grad, grad_scale, weight, weight_scale, offsets, config=plain)
         if dz.numel():
             z = z if z_scale is None else mx_dequantize(z, z_scale)
-            gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, activation=activation).run()
-            if quantized is not None:
-                schedule = tile_schedule(offsets, rows, 128, tail=True)
-                mx_quantize_launch(dz, Quantized(*quantized, None, None), offsets, schedule, swizzled=True).run()
+            gated_backward_launch(da, z, row_weight, offsets, dz, act, ds, quantized, activation=activation).run()
         return dz, act, ds
     parts = row_weight.new_empty(rows, triton.cdiv(f, c.block_n))
     if dz.numel():
         given = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
         mx_dgrad_swiglu_launch(*given, dz_quantized=quantized, z_scale=z_scale, activation=activation, config=c).run()
-        zero_tail(offsets, dz, act, parts, *quantized[:1] if quantized is not None else ())
+        zero_tail(offsets, dz, act, parts, *(() if quantized is None else quantized[:1]))
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

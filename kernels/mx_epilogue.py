@@ -31,7 +31,16 @@ def quantized_tile(x, ROWS: tl.constexpr, COLS: tl.constexpr, HARDWARE: tl.const
 
 @triton.jit
 def store_swizzled(
-    scale_ptr, byte, tile, exist, group, ROWS: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr, COUNT, ALL
+    scale_ptr,
+    byte,
+    tile,
+    exist,
+    group,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """Writes scales [ROWS, GROUPS] of the first `exist` rows of a tile, to the groups from `group` on of COUNT that lie
     behind FIRST others; a row has ALL."""

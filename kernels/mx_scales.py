@@ -60,3 +60,13 @@ def load_scale_blocks(scale_ptr, first, tile, wide, column, HIGH: tl.constexpr, 
     at = block[:, None] * 512 + tl.arange(0, 512)[None, :]
     loaded = tl.load(scale_ptr + at, mask=((row < HIGH) & used)[:, None], other=0)
     return loaded.reshape(blocks, 1, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(ROWS, 4)
+
+
+@triton.jit
+def padded_places(r, offsets_ptr, E: tl.constexpr, E_PAD: tl.constexpr):
+    """Rows r [N], int32, that exist → where they lie when every expert's run is padded to blocks of 128 rows [N]."""
+    e = tl.arange(0, E_PAD)
+    ends = tl.load(offsets_ptr + e, mask=e < E, other=0)
+    begins = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    padding = tl.where(e < E, (128 - (ends - begins) % 128) % 128, 0)
+    return r + tl.sum(tl.where(ends[None, :] <= r[:, None], padding[None, :], 0), 1)

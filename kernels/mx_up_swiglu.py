@@ -1,4 +1,4 @@
-"""The MXMX up projection of the experts with the activation in its epilogue, for Blackwell's tensor cores.
+"""The MXFP8 up projection of the experts with the activation in its epilogue, for Blackwell's tensor cores.
 
     z[r] = dequantised rows[r] · dequantised W[e(r)]ᵀ (+ bias)      z [R, 2F] bf16 = [gate | up]
     a[r] = silu(gate) · up                                          a [R, F]; or the clamped SwiGLU (activation.py)

@@ -21,22 +21,13 @@ from moegraph.kernels import fp8_quantize, mx_quantize
 from moegraph.kernels.config import Config
 from moegraph.kernels.e4m3 import amax_bits, on_hardware, quantized
 from moegraph.kernels.launch import Launch
+from moegraph.kernels.mx_scales import padded_places
 
 _WIDTH = 2048  # columns per program of `mx`, not measured
 _WIDEST = 8192  # of `fp8` at a time; longer rows are read twice
 _MX = Config(num_warps=4)
 _FP8 = Config(num_warps=4)
 _LONG = Config(num_warps=8)
-
-
-@triton.jit
-def padded_row(row, offsets_ptr, E: tl.constexpr, E_PAD: tl.constexpr):
-    """Where a row lies when every expert's run is padded to tiles of 128 rows, int32; of rows that exist."""
-    e = tl.arange(0, E_PAD)
-    ends = tl.load(offsets_ptr + e, mask=e < E, other=0)
-    begins = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    padding = (128 - (ends - begins) % 128) % 128
-    return row + tl.sum(tl.where((e < E) & (ends <= row), padding, 0), 0)
 
 
 @triton.jit
@@ -72,7 +63,7 @@ def mx_permute_quantize_kernel(
         row = tl.load(inverse_ptr + t * K + j)
         tl.store(data_ptr + row.to(tl.int64) * D + c, tl.where(row < end, data, zero), mask=c < D)
         if SWIZZLED:
-            place = padded_row(row, offsets_ptr, E, E_PAD)
+            place = padded_places(row + tl.arange(0, 1), offsets_ptr, E, E_PAD)
             i = place % 128
             block = (place // 128).to(tl.int64) * HIGH + g // 4
             to = block * 512 + i % 32 * 16 + i // 32 * 4 + g % 4

@@ -44,7 +44,7 @@ class SaveMxfp8(Pass):
     name: ClassVar[str] = "save-mxfp8"
     level: ClassVar[Level] = "step"
     tier: ClassVar[Tier] = "close"
-    tolerance: ClassVar[float] = 0.1  # of the largest value; an element is within 1/16 of its own
+    tolerance: ClassVar[float] = 0.15  # an element of z is within 1/16 of its value, and slopes are not linear in it
     requires: ClassVar[frozenset[str]] = frozenset({"joint"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"folded-casts"})
 

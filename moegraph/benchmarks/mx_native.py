@@ -56,6 +56,12 @@ def _calls(rows: int, d: int, f: int) -> dict[str, Callable[[torch.device], tupl
     z, row_weight = torch.randn(rows, 2 * f).bfloat16(), torch.rand(rows)
 
     turned = down.transpose(1, 2)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    inverse = torch.argsort(order).to(torch.int32)
+
+    def moved(device: torch.device) -> tuple[Tensor, ...]:
+        given = (each.to(device) for each in (x, order, inverse, ends))
+        return ops.mx_permute_quantize(*given, top_k=1, swizzled=True)
 
     def quantised(device: torch.device, rows_: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         offsets = ends.to(device)
@@ -70,6 +76,7 @@ def _calls(rows: int, d: int, f: int) -> dict[str, Callable[[torch.device], tupl
     return {
         "mx_quantize_rows": lambda device: ops.mx_quantize_rows(x.to(device), ends.to(device), swizzled=True),
         "mx_quantize_columns": lambda device: ops.mx_quantize_ragged_columns(x.to(device), ends.to(device))[:2],
+        "mx_permute_quantize": moved,
         "mx_grouped_mm": lambda device: (_mg.mx_grouped_mm(*quantised(device, x, turned), None, None, True),),
         "mx_up_swiglu": lambda device: tuple(_mg.mx_up_swiglu(*quantised(device, x, up), None, 0.0, 0.0, True)),
         "mx_dgrad_swiglu": dgrad,

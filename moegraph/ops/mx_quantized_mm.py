@@ -7,7 +7,7 @@
 
 They give those bits: results are rounded to bf16 first. All other scales, of operands and of results, are swizzled;
 the rest of the contracts is that of `mx_mm` and `quantize`. On Blackwell the epilogues of the products do it, and add
-up the gradient of row_weight in another order; for the clamped activation's gradient there are kernels around them.
+up the gradient of row_weight in another order; the clamped activation's gradient is a kernel of its own behind one.
 
 Legend: R routed rows, E experts, D model width, F expert width, R' padded rows = (ceil(R / 128) + E) · 128; ⌈n⌉ is n
 rounded up to a multiple of 128.

@@ -20,11 +20,17 @@ from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
 from moegraph.ops import registry as registry  # registers the operators
 
+_mg = torch.ops.moegraph
 # Scales that are plain where an operator does not say how they lie: arguments by name, results by number. All others
 # are swizzled then, or not of MXFP8.
-_mg = torch.ops.moegraph
 _PLAIN_ARGUMENTS = {(_mg.mx_dequantize_rows.default, "scale"), (_mg.mx_dgrad_swiglu_saved.default, "z_scale")}
 _PLAIN_RESULTS = {(_mg.mx_up_swiglu_saved.default, 1)}
+# Quantisers that pad runs, and give the offsets of what they padded.
+_PADDING = {
+    _mg.fp8_quantize_columns_t.default,
+    _mg.mx_quantize_ragged_columns.default,
+    _mg.mx_quantize_ragged_both.default,
+}
 
 
 def operands_with_their_scales(module: fx.GraphModule) -> Iterator[str]:
@@ -73,8 +79,7 @@ def _swizzled(node: fx.Node, plain: bool) -> bool:
 def _offsets(node: Any) -> Any:
     """The offsets of the rows; of runs that a quantiser padded, those that it was given."""
     made_by, _ = _result(node)
-    padded = made_by is not None and "quantize" in str(made_by.target)
-    return _arguments(made_by).get("offsets", node) if made_by is not None and padded else node
+    return node if made_by is None or made_by.target not in _PADDING else _arguments(made_by)["offsets"]
 
 
 def _result(node: Any) -> tuple[fx.Node | None, int]:

@@ -84,6 +84,19 @@ def test_the_operations_of_a_step_are_the_same_in_every_format() -> None:
     assert 0.7 < low["exchange"] / high["exchange"] < 0.85  # out in half the bytes, back as ever
 
 
+def test_products_that_quantise_their_results_are_products_and_casts_move_less() -> None:
+    fused = ("model.moe.d_ff=32", "passes.fuse-experts.enabled=true", "precision.mxfp8={experts: 'on', saved: 'on'}")
+    folded, separate = program_of(*fused), program_of(*fused, "passes.fold-casts.enabled=false")
+    for graph in ("forward", "backward"):
+        have, want = (kernels(program, "moe", graph) for program in (folded, separate))
+        for each in (have, want):
+            assert sum(k.operations for k in each if k.kind == "experts") > 0
+        operations = [sum(k.operations for k in each) for each in (have, want)]
+        assert operations[0] == operations[1]
+        moved = [sum(k.moved for k in each if k.kind in ("casts", "experts")) for each in (have, want)]
+        assert moved[0] < moved[1]
+
+
 @pytest.mark.parametrize("transport", ["exact", "padded", "direct"])
 def test_rows_for_other_ranks_take_their_time_on_the_link(transport: str) -> None:
     program = program_of(f"layout={{dp: 4, ep: 4, transport: {transport}, capacity: 1.25}}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import mx_config
+from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.mx_dgrad_swiglu import mx_dgrad_swiglu_launch
 from moegraph.kernels.mx_quantize import empty_swizzled
@@ -113,6 +114,15 @@ def test_an_epilogue_that_quantises_rounds_by_the_chip_and_ignores_no_nan(name: 
 def test_bias_and_clamp_in_front_of_it_do_not_spill(name: str) -> None:
     made = launch(name, tensor(E, 2 * F), Activation(True, 1.702, 7.0))
     assert compile_launch(made, 100).fits
+
+
+@pytest.mark.parametrize("capability", [90, 103])
+def test_the_clamped_activations_gradient_is_quantised_by_a_kernel_that_does_not_spill(capability: int) -> None:
+    z, act, weight = tensor(R, 2 * F), tensor(R, F), tensor(R, dtype=torch.float32)
+    given = (act, z, weight, tensor(E, dtype=torch.int32), z, act, weight, empty_swizzled(act, R, 2 * F, E))
+    made = gated_backward_launch(*given, activation=Activation(True, 1.702, 7.0))
+    assert compile_launch(made, capability).fits
+    assert "cvt.rn.satfinite.e4m3x2.f32" in build(made, capability).asm["ptx"]
 
 
 def test_on_hopper_the_same_kernel_would_only_be_emulated() -> None:

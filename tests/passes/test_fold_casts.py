@@ -12,6 +12,7 @@ from moegraph.graph.edit import Rewriter
 from moegraph.graph.names import facts
 from moegraph.passes.contract import PassContext, PassResult
 from moegraph.passes.fold_casts import FoldCasts
+from moegraph.passes.pipeline import passes_for
 from tests.small_models import compile_once, compute_step, random_batch, small_spec
 
 _mg = torch.ops.moegraph
@@ -55,9 +56,8 @@ def test_products_write_what_only_the_next_product_reads_in_8_bits() -> None:
     assert [str(part.dtype) for part in up.meta["val"]] == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.uint8"]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c == "mxfp8, fused" else pytest.mark.slow) for c in STEPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STEPS)
 def test_a_step_has_the_same_bits_as_without_the_pass(case: str) -> None:
     options = STEPS[case]
     batch = random_batch(small_spec(*BF16))
@@ -162,7 +162,6 @@ def test_selective_recompute_repeats_no_product_in_8_bits() -> None:
         }
 
 
-def test_switched_off_it_is_not_there() -> None:
-    names = [record.name for record in compile_once(small_spec(*BF16, MX, FUSED, OFF)).records]
-    assert "cast-mxfp8" in names
-    assert "fold-casts" not in names
+def test_it_is_there_with_a_cast_and_unless_switched_off() -> None:
+    names = [[p.name for p in passes_for(small_spec(*BF16, *options))] for options in ((MX,), (MX, OFF), ())]
+    assert ["fold-casts" in each for each in names] == [True, False, False]

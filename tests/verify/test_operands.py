@@ -76,8 +76,11 @@ def test_a_planted_fault_is_found_at_the_product(fault: str) -> None:
         assert re.search(message, sentence), sentence
 
 
+DIRECT = "layout={dp: 2, ep: 2, transport: direct, capacity: 2}"
+
+
 @pytest.mark.parametrize(
-    "options", [(FUSED,), pytest.param(("passes.recompute.policy=full", FUSED), marks=pytest.mark.slow)]
+    "options", [(FUSED, DIRECT), pytest.param(("passes.recompute.policy=full", FUSED), marks=pytest.mark.slow)]
 )
 def test_every_graph_with_folded_and_with_prepared_operands_holds(options: tuple[str, ...]) -> None:
     for record in compile_once(small_spec(*SPEC, *options)).records:

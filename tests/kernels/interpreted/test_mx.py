@@ -142,7 +142,7 @@ def test_an_activation_is_quantised_as_it_would_have_been_stored(case: Ragged, n
 
 
 @pytest.mark.parametrize(
-    ("sizes", "f", "kind"), [((0, 1, 130), 384, "8"), ((0, 0), 384, "8"), ((0, 1, 3), 128, "separate")]
+    ("sizes", "f", "kind"), [((0, 1, 130), 384, "8"), ((0, 0), 384, "8"), ((2, 130), 128, "separate")]
 )
 def test_a_gradient_is_quantised_as_it_is_stored(sizes: tuple[int, ...], f: int, kind: str) -> None:
     """Of 384 columns the second tile of 256 has half that do not exist: they must not reach the scales of `up`."""
