@@ -53,6 +53,9 @@ def inspect_command(
     precision: Annotated[
         bool, typer.Option("--precision", help="In which format each product of experts runs, and why.")
     ] = False,
+    predict: Annotated[
+        str | None, typer.Option(metavar="MACHINE", help="How long a step would take on B300 or H200, and on what.")
+    ] = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
@@ -62,7 +65,8 @@ def inspect_command(
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
     flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
-    flags |= {"schedule": schedule, "shards": shards, "precision": precision}
+    views = {"schedule": schedule, "shards": shards, "precision": precision, "predict": predict}
+    flags |= views
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
         from moegraph.cli.inspect_run import print_run
@@ -74,21 +78,11 @@ def inspect_command(
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
         return
-    if schedule or shards or precision:
-        view = "schedule" if schedule else "shards" if shards else "precision"
+    view = next((name for name, asked in views.items() if asked), None)
+    if view is not None:
         unused = {name: value for name, value in {**graphs, **flags}.items() if name not in (view, "pass_file")}
         refuse(**unused, diff=diff, full=full, because=f"does not go with --{view}")
-        compiled = _compile(spec, set_, pass_file)
-        if precision:
-            from moegraph.cli.inspect_precision import print_precision
-
-            print_precision(compiled, as_json=json)
-            return
-        from moegraph.cli.inspect_schedule import print_schedule
-        from moegraph.cli.inspect_shards import print_shards
-
-        show = print_schedule if schedule else print_shards
-        show(compiled.program, as_json=json)
+        _print_view(_compile(spec, set_, pass_file), view, predict or "", as_json=json)
         return
     if kernels:
         unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}
@@ -113,6 +107,25 @@ def inspect_command(
         print_statistics(compiled, after, selection, as_json=json)
     else:
         print_graphs(compiled, after, selection, as_json=json)
+
+
+def _print_view(compiled: Compiled, view: str, machine: str, *, as_json: bool) -> None:
+    if view == "precision":
+        from moegraph.cli.inspect_precision import print_precision
+
+        print_precision(compiled, as_json=as_json)
+    elif view == "predict":
+        from moegraph.cli.inspect_predict import print_prediction
+
+        print_prediction(compiled.program, machine, as_json=as_json)
+    elif view == "schedule":
+        from moegraph.cli.inspect_schedule import print_schedule
+
+        print_schedule(compiled.program, as_json=as_json)
+    else:
+        from moegraph.cli.inspect_shards import print_shards
+
+        print_shards(compiled.program, as_json=as_json)
 
 
 def _check_pattern(text: str | None) -> None:

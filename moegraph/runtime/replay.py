@@ -16,7 +16,8 @@ from moegraph.checkpoint.start import list_steps
 from moegraph.compiled import Compiled
 from moegraph.errors import CheckpointError, UsageError
 from moegraph.runtime.audit import first_difference, read_chain, step_facts
-from moegraph.runtime.device import choose_device, run_settings
+from moegraph.runtime.compile_cache import compile_cache
+from moegraph.runtime.device import choose_device, device_name, run_settings
 from moegraph.runtime.mesh import check_world, join
 from moegraph.runtime.progress import Progress
 from moegraph.runtime.start import check_equal, together
@@ -65,7 +66,8 @@ def replay(
     start, checkpoint = _start_before(run, first)
     check_world(spec.layout, world)
     device = choose_device(spec.train.device)
-    with tempfile.TemporaryDirectory() as place, run_settings(spec.train.deterministic), progress:
+    cache = compile_cache(device_name(device), inductor=spec.train.compile == "inductor")  # the kernels of the run
+    with tempfile.TemporaryDirectory() as place, run_settings(spec.train.deterministic), cache, progress:
         if spec.train.non_finite == "dump":  # which would write
             spec = spec.model_copy(update={"train": spec.train.model_copy(update={"non_finite": "stop"})})
         with join(spec.layout, rank, world, device) as mesh:
