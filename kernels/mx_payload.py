@@ -158,7 +158,8 @@ def mx_decode_launch(payload: Tensor, out: Tensor) -> Launch:
 
 
 def mx_split_launch(payload: Tensor, offsets: Tensor, schedule: Schedule, data: Tensor, scale: Tensor) -> Launch:
-    """The launch that writes data [N, D] and swizzled scales of a payload [N, W]; the schedule has tiles of 128."""
+    """The launch that writes data [N, D] and swizzled scales of a payload [N, W]; the schedule has tiles of 128, and
+    those of rows past the last offset."""
     rows, width = data.shape
     experts = offsets.shape[0]
     arguments = {
@@ -197,5 +198,5 @@ def mx_split(payload: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     data = payload.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     high = (-(-rows // _TILE) + offsets.shape[0]) * _TILE
     scale = payload.new_empty(high, -(-width // _TILE) * 4)
-    mx_split_launch(payload, offsets, tile_schedule(offsets, rows, _TILE), data, scale).run()
+    mx_split_launch(payload, offsets, tile_schedule(offsets, rows, _TILE, tail=True), data, scale).run()
     return data, scale
