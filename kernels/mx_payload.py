@@ -158,7 +158,8 @@ def mx_decode_launch(payload: Tensor, out: Tensor) -> Launch:
 
 
 def mx_split_launch(payload: Tensor, offsets: Tensor, schedule: Schedule, data: Tensor, scale: Tensor) -> Launch:
-    """The launch that writes data [N, D] and swizzled scales of a payload [N, W]; the schedule has tiles of 128."""
+    """The launch that writes data [N, D] and swizzled scales of a payload [N, W]; the schedule has tiles of 128, and
+    those of rows past the last offset."""
     rows, width = data.shape
     experts = offsets.shape[0]
     arguments = {

@@ -8,8 +8,8 @@ into buckets and order, which a payload halves as well. Its casts are: quantised
 per row; where rows arrive, made bf16 again for every product that takes bf16 (in forward, and for a weight gradient in
 backward), or, where the product takes MXFP8, taken apart into its operand, which bf16 rows are quantised for instead.
 
-Rates are those of the makers' data sheets; a link is NVLink within a node, one way. Over a slower network more is
-saved than is predicted here.
+Rates are those of `machine`: a link is NVLink within a node, one way. Over a slower network more is saved than is
+predicted here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from moegraph.graph.precision_cost import CHIPS
+from moegraph.graph.machine import LINK, MACHINES, MEMORY
 
-LINKS = {"B300": 900e9, "H200": 450e9}  # bytes per second
 BF16, PAYLOAD = 2.0, 33 / 32  # bytes of an element
 
 
@@ -70,7 +69,8 @@ class TripDecision:
 
 def decide_trip(shape: TripShape, chip: str = "B300") -> TripDecision:
     """The decision for these rows on that chip."""
-    link, memory = LINKS[chip], CHIPS[chip][1]
+    machine = MACHINES[chip]
+    link, memory = LINK * machine.link, MEMORY * machine.memory
     cast = BF16 + PAYLOAD  # read in one format, written in the other
     arrived = float(shape.arrived)
     wide = shape.wire_bytes(BF16) / link

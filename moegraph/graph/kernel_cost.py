@@ -32,7 +32,7 @@ _DENSE = {"mm", "addmm", "bmm", "baddbmm"}
 _SENDS = {"direct_put", "direct_dispatch", "direct_return", "direct_take", "exact_exchange", "all_to_all_single"}
 _GATHERS = {"permute", "combine", "embedding"}
 _PRODUCTS = ("grouped_mm", "swiglu", "expert_ffn")  # parts of the names of products of experts
-_CODERS = {"mx_encode", "mx_decode", "mx_split"}
+_CODERS = {"mx_encode", "mx_decode", "mx_split"}  # casts of rows that travel
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
 _BACKWARD_PRODUCTS = 2.5  # of attention: five products where the forward has two
 

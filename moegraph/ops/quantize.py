@@ -66,7 +66,6 @@ def _fake_columns(x: Tensor, experts: int, swizzled: bool) -> tuple[Tensor, Tens
 
 
 def _plain_rows(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()  # so that results are, as the fake kernels say: of a transposed weight they would not be
     if offsets is None:
         data, scale = mx_quantize(x, -1)
         return data, swizzle_scales(scale) if swizzled else scale
@@ -75,7 +74,6 @@ def _plain_rows(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tens
 
 
 def _plain_columns(x: Tensor, offsets: Tensor | None, swizzled: bool) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
     if offsets is None:
         data, scale = mx_quantize(x, -2)
         return data, swizzle_scales(scale.transpose(-1, -2)) if swizzled else scale

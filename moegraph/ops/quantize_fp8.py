@@ -23,7 +23,7 @@ def _fp8_quantize_rows(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tenso
         from moegraph.kernels import fp8_quantize as kernels
 
         return kernels.fp8_quantize_rows(x.contiguous(), offsets)
-    return fp8_format.quantize_rows(x.contiguous(), offsets)
+    return fp8_format.quantize_rows(x, offsets)
 
 
 @_fp8_quantize_rows.register_fake
@@ -48,7 +48,7 @@ def _fp8_quantize_columns_t(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor,
         from moegraph.kernels import fp8_quantize as kernels
 
         return *kernels.fp8_quantize_columns_t(x.contiguous(), offsets), padded_ends(offsets)
-    return fp8_format.quantize_columns_t(x.contiguous(), offsets)
+    return fp8_format.quantize_columns_t(x, offsets)
 
 
 @_fp8_quantize_columns_t.register_fake

@@ -120,23 +120,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
 }
 
 
-TRANSPOSED = floats((E, 64, 32))[0].transpose(1, 2)
-OF_TRANSPOSED = {
-    "mx_quantize_rows": (mg.mx_quantize_rows, (TRANSPOSED, None, True)),
-    "mx_quantize_columns": (mg.mx_quantize_columns, (TRANSPOSED, True)),
-    "mx_quantize_both": (mg.mx_quantize_both, (TRANSPOSED, False)),
-    "mx_encode": (mg.mx_encode, (TRANSPOSED[0],)),
-    "fp8_quantize_rows": (mg.fp8_quantize_rows, (TRANSPOSED, None)),
-}
-
-
-@pytest.mark.parametrize("name", OF_TRANSPOSED)
-def test_what_is_made_of_a_transposed_weight_lies_in_memory_as_the_fake_kernel_says(name: str) -> None:
-    """Inductor relies on it."""
-    op, arguments = OF_TRANSPOSED[name]
-    torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_registration(name: str) -> None:
     op, arguments, utilities = CALLS[name]

@@ -67,7 +67,7 @@ CASES = {
     "padded": ("padded", 2, ()),
     "padded, four ranks": ("padded", 4, (FULL,)),
     "padded, selective": ("padded", 2, (SELECTIVE,)),
-    "padded, sums added to buffers": ("padded", 2, (FUSED, "passes.accumulate-gradients.enabled=true")),
+    "padded, gradients added later": ("padded", 2, (FUSED, "passes.accumulate-gradients.enabled=false")),
     "padded, chunks": ("padded", 2, (CHUNKS,)),
     "padded, fused": ("padded", 2, (FUSED,)),
     "direct": ("direct", 2, ()),

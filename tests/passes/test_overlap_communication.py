@@ -75,7 +75,7 @@ def test_around_rows_that_travel_in_mxfp8_the_same_moves_with_what_decodes_them_
         backward.index("moe.dispatch/grad.all_to_all_single"),
         backward.index("moe.dispatch_start/grad.wait_tensor"),
     )
-    late = ["moe.down/grad.grouped_mm_wgrad", "moe.up/grad.mx_decode", "moe.up/grad.grouped_mm_wgrad"]
+    late = ["moe.down/grad.grouped_mm_wgrad_add", "moe.up/grad.mx_decode", "moe.up/grad.grouped_mm_wgrad_add"]
     assert backward[start + 1 : wait] == late
 
 
