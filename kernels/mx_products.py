@@ -2,7 +2,7 @@
 
 It is the graph that `cast-mxfp8` and `fold-casts` make of fused experts: tokens and the gradient of the output are
 quantised on their way to the experts, the activation and dz by the products that make them, weights once per
-orientation. All scales are swizzled. Weight gradients are in bf16 and not here.
+orientation. All scales are swizzled. Weight gradients in MXFP8 are `mx_wgrad`'s.
 """
 
 from __future__ import annotations

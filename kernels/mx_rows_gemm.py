@@ -1,4 +1,4 @@
-"""Grouped product of MXMX rows and MXMX weights, for Blackwell's tensor cores.
+"""Grouped product of MXFP8 rows and MXFP8 weights, for Blackwell's tensor cores.
 
     out[r] = dequantised rows[r] · dequantised W[e(r)]ᵀ      (plus a bias, times a weight per row)
 

@@ -61,7 +61,7 @@ def kernels_of(module: fx.GraphModule, machine: Machine, rows: Rows) -> list[Ker
     """The predicted kernels of a step graph on a machine, fused regions last."""
     found, fused = [], []
     for node in module.graph.nodes:
-        if node.op != "call_function" or _name(node) in _VIEWS:
+        if node.op != "call_function" or _is_view(node):
             continue
         if _is_own(node) or _name(node) in _DENSE:
             found.append(_single(node, machine, rows))
@@ -73,6 +73,11 @@ def kernels_of(module: fx.GraphModule, machine: Machine, rows: Rows) -> list[Ker
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     return target._schema.name.rpartition("::")[2] if hasattr(target, "_schema") else str(target.__name__)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node makes nothing: moegraph.permute moves rows, aten.permute is another way to look at them."""
+    return node.op == "call_function" and _name(node) in _VIEWS and getattr(node.target, "namespace", "") != "moegraph"
 
 
 def _is_own(node: fx.Node) -> bool:
@@ -158,7 +163,7 @@ def _regions(graph: fx.Graph, fused: list[fx.Node]) -> list[list[fx.Node]]:
     own = set(fused)
     for node in graph.nodes:
         before = max((level[each] for each in node.all_input_nodes), default=0)
-        level[node] = before if node in own or _name_of_any(node) in _VIEWS else before + 1
+        level[node] = before if node in own or _is_view(node) else before + 1
     root: dict[fx.Node, fx.Node] = {node: node for node in fused}
 
     def find(node: fx.Node) -> fx.Node:
@@ -176,12 +181,8 @@ def _regions(graph: fx.Graph, fused: list[fx.Node]) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
-def _name_of_any(node: fx.Node) -> str:
-    return _name(node) if node.op == "call_function" else ""
-
-
 def _behind_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and _name(node) in _VIEWS and node.all_input_nodes:
+    while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -196,7 +197,7 @@ def _region(nodes: list[fx.Node], machine: Machine, rows: Rows) -> Kernel:
 
 def _real_users(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.op == "call_function" and _name(user) in _VIEWS:
+        if _is_view(user):
             yield from _real_users(user)
         else:
             yield user

@@ -128,6 +128,15 @@ def test_what_is_fused_moves_its_ends_and_views_move_nothing() -> None:
     assert len(found) == 3
 
 
+def test_rows_that_are_gathered_and_summed_are_moved() -> None:
+    program = program_of()
+    rows, width = rows_of(program).routed, program.spec.model.d_model
+    for graph, name in (("forward", "permute"), ("forward", "combine"), ("backward", "permute")):
+        moved = [k.moved for k in kernels(program, "moe", graph) if f"moegraph.{name}" in str(k.nodes[0].target)]
+        assert moved == [2 * 2 * rows * width] * len(moved)
+        assert moved
+
+
 def test_a_step_is_micro_batches_and_an_optimizer() -> None:
     once, twice = (predict_step(program_of(f"layout.microbatches={n}"), "H200") for n in (1, 2))
     assert once.seconds == once.compute + once.optimizer
