@@ -74,7 +74,10 @@ class DispatchExperts(Pass):
         kind = _Direct if self.transport == "direct" else _Dispatch
         dispatches = [kind(rewriter, sort, self) for sort in routes]  # one, or with chunk-experts one per run of tokens
         for dispatch in dispatches:
-            dispatch.rewrite()
+            dispatch.outward()
+        rewriter.evaluate_again()  # not before: all runs read the same weights, which are now those of one rank
+        for dispatch in dispatches:
+            dispatch.homeward()
         _report(rewriter, "dropped", [each.dropped for each in dispatches])
         _report(rewriter, "overflow", [each.overflow for each in dispatches])
         return PassResult(unit.with_graphs({"layer": rewriter.finish()}), rewriter.rewritten)
@@ -111,7 +114,8 @@ class _Dispatch:
             self.capacity = ops.bucket_capacity(self.count, options.ep, options.capacity)
         self.after = self._expert_region()[0]  # dispatch goes before the first node that needs it
 
-    def rewrite(self) -> None:
+    def outward(self) -> None:
+        """Rows go to the ranks of their experts, and the region in between works on what arrives there."""
         region = self._expert_region()
         for node in region:
             for argument in node.all_input_nodes:
@@ -119,12 +123,13 @@ class _Dispatch:
                     self._shard(argument)
         if self.options.drop:
             self._drop()
-        local = self._outward()
-        for node in region:
-            for old, new in local.items():
+        for old, new in self._outward().items():
+            for node in region:
                 node.replace_input_with(old, new)
-        self.rewriter.evaluate_again()
-        self._homeward(local)
+
+    def homeward(self) -> None:
+        """The region's results go back, and what found no place is counted."""
+        self._homeward()
         self.rewriter.evaluate_again()
         if self.options.transport != "exact" and not self.options.drop:
             self.overflow = self._lost()
@@ -198,7 +203,7 @@ class _Dispatch:
         local_weight = self._call("local_row_weight", ops.gather_weights, weights_there, *self.local)
         return {self.rows: local_rows, self.row_weight: local_weight, self.offsets: self.local[2]}
 
-    def _homeward(self, local: dict[fx.Node, fx.Node]) -> None:
+    def _homeward(self) -> None:
         """Results back to the ranks their rows came from."""
         (result,) = [n for n in self.combine.all_input_nodes if n not in (self.order, self.inverse, self.offsets)]
         placed = self._call("local_results", ops.combine, result, *self.local, anchor=self.combine, top_k=1)
@@ -254,7 +259,7 @@ class _Direct(_Dispatch):
         rows = self._call("local_rows", ops.permute, arrived, numbers, numbers, self.local_offsets, top_k=1)
         return {self.rows: rows, self.row_weight: weight, self.offsets: self.local_offsets}
 
-    def _homeward(self, local: dict[fx.Node, fx.Node]) -> None:
+    def _homeward(self) -> None:
         (result,) = [n for n in self.combine.all_input_nodes if n not in (self.order, self.inverse, self.offsets)]
         where = (self.origin, self.destination, self.local_offsets, self.counts)
         top_k = self.rows.kwargs["top_k"]
