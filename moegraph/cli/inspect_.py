@@ -95,7 +95,7 @@ def inspect_command(
         request = Request(step, set_ or (), pass_file or (), nproc)
         return inspect_trace(Path(spec), Path(other) if other is not None else None, request, save, as_json=json)
     if other is not None:
-        raise UsageError(f"{other!r} is one argument too many: --trace-hash compares two runs")
+        raise UsageError(f"unexpected extra argument {other!r}: a second one goes with --trace-hash")
     refuse(step=step, save=save, nproc=nproc, because="goes with --trace-hash")
     if spec is not None and _is_run(Path(spec)):
         refuse(**graphs, **flags, diff=diff, full=full, set=set_, resolved=resolved, because="does not go with a run")
