@@ -17,6 +17,8 @@
 | `fp8_*.py` | products, up projection and gradients on FP8 operands | `moegraph.ops.scaled_mm`, `block_mm` on a CPU |
 | `mx_*.py` | products, up projection and gradients on MXFP8 operands | `moegraph.ops.mx_mm` on a CPU |
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
+| `zero_tail.py` | zeros in the rows that routing did not fill | the zeros of the above |
+| `cross_entropy.py` | loss of each token and its gradient | `moegraph.ops.cross_entropy` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not
 here (`compiled.py`). How it is tiled is chosen by `tuning.py`. Importing this package imports only torch, Triton, and

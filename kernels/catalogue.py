@@ -8,6 +8,7 @@ import torch
 
 from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
 from moegraph.kernels.chips import Card
+from moegraph.kernels.cross_entropy import cross_entropy_backward_launch, cross_entropy_launch
 from moegraph.kernels.direct_plan import base_launch, destination_launch
 from moegraph.kernels.direct_rows import put_rows_launch, send_back_launch, sum_slots_launch, take_rows_launch
 from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
@@ -23,6 +24,7 @@ from moegraph.kernels.sort_rows import count_launch, default_block, place_launch
 from moegraph.kernels.tiles import Schedule, max_tiles, tile_schedule_launch
 from moegraph.kernels.top_k import top_k_launch
 from moegraph.kernels.tuning import choose_for
+from moegraph.kernels.zero_tail import zero_tail_launch
 
 
 def launches(
@@ -57,6 +59,7 @@ def launches(
         "tile_schedule",
         tile_schedule_launch(offsets, rows, 128, Schedule(index(limit), index(limit), index(limit), index(1))),
     )
+    yield "zero_tail", zero_tail_launch(z, offsets)
     yield "permute", permute_launch(x, index(rows), offsets, wide, top_k)
     yield "combine", combine_launch(wide, index(rows), offsets, x, top_k)
     sums = tensor(num_parts(rows, num_experts), num_experts, 2 * d_ff, kind=torch.float32)
@@ -102,6 +105,17 @@ def exchange_launches(
     yield "say_free", signal_launch(table, epoch, FREE, ranks - 1)
     yield "wait_for_rows", wait_launch(flags, epoch, ARRIVED)
     yield "wait_until_free", wait_launch(flags, epoch, FREE)
+
+
+def cross_entropy_launches(
+    *, tokens: int, vocab_size: int, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of the loss of each token and its gradient, on meta tensors."""
+    logits = torch.empty(tokens, vocab_size, dtype=dtype, device="meta")
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    loss = torch.empty(tokens, dtype=torch.float32, device="meta")
+    yield "cross_entropy", cross_entropy_launch(logits, labels, loss, loss)
+    yield "cross_entropy_backward", cross_entropy_backward_launch(loss, None, logits, labels, loss, logits)
 
 
 def quantize_launches(

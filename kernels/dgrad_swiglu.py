@@ -11,7 +11,7 @@ weight of a row, W2 [E, D, F]. With da = g · W2 and a = silu(gate) · up:
 the caller adds them: no atomics. Rows past the last offset are written as zeros.
 
 With `separate` in its configuration the same result comes from two kernels, the plain product and `gated_backward`:
-da then exists in memory for a moment, which is faster where the epilogue's reads and writes cannot hide behind products
+da then exists in memory for a moment, e is faster where the epilogue's reads and writes cannot hide behind products
 (H200: docs/performance.md).
 
 Legend: R rows, D model width, F expert width, E experts.
@@ -43,6 +43,7 @@ from moegraph.kernels.launch import (
 from moegraph.kernels.rows_gemm import grouped_mm
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -58,7 +59,6 @@ def dgrad_swiglu_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -81,17 +81,15 @@ def dgrad_swiglu_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
-            g = load_rows(grad_desc, first, live, k, BLOCK_M, BLOCK_K)
-            w = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            g = load_rows(grad_desc, first, last, k, BLOCK_M, BLOCK_K)
+            w = weight_desc.load([e, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
         r = first + tl.arange(0, BLOCK_M)
-        s = tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
+        s = tl.load(scale_ptr + r, mask=r < last, other=0.0)[:, None]
         c = pn * BLOCK_N
-        rows, tensors = (first, last, live), (z_desc, dz_desc, act_desc)
+        rows, tensors = (first, last, last), (z_desc, dz_desc, act_desc)
         ds = gradient_epilogue(acc, s, c, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
@@ -111,7 +109,7 @@ def dgrad_swiglu_launch(
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32."""
-    num_experts, d, f = weight.shape
+    _, d, f = weight.shape
     c = config
     schedule = schedule or tile_schedule(offsets, grad.shape[0], c.block_m)
     cols = c.block_n // c.parts
@@ -127,7 +125,6 @@ def dgrad_swiglu_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "F": f,
         "D": d,
         **tile_constants(c, programs, grad.dtype),
@@ -164,4 +161,5 @@ def dgrad_swiglu(
     parts = grad.new_empty(rows, triton.cdiv(f, c.block_n), dtype=torch.float32)
     if dz.numel():
         dgrad_swiglu_launch(grad, weight, z, row_weight, offsets, dz, act, parts, activation=activation, config=c).run()
+        zero_tail(offsets, dz, act, parts)
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

@@ -3,7 +3,7 @@
     out[r] = Σ_c (rows[r, c] · W[e(r)][:, c]ᵀ) · row_scale[c, r] · weight_scale[e(r)][:, c]   (times a weight per row)
 
 c are blocks of 128 of the contraction; each one's product is added to an fp32 accumulator, scaled (DeepSeek-V3, arXiv
-2412.19437, section 3.3.1). A block's scale needs 128 columns and not a whole row, so that the kernel which makes `rows`
+2412.19437, section 3.3.1). A block's scale needs 128 columns and not a whole row, so that the kernel e makes `rows`
 can quantise them in its epilogue (`fp8_up_swiglu` with `quantise`). rows [R, K] and W [E, N, K] are float8_e4m3fn, K a
 multiple of 128, N of 16; row_scale [K/128, R] and weight_scale [E, ⌈N/128⌉, K/128] are fp32. out [R, N] is bf16. Rows
 past the last offset are written as zeros and neither they nor their scales matter.
@@ -31,6 +31,7 @@ from moegraph.kernels.launch import (
     tile_of,
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.zero_tail import zero_tail
 
 BLOCK = 128  # of the contraction, and of a weight's rows: what shares a scale
 
@@ -48,7 +49,6 @@ def fp8_block_gemm_kernel(
     last_ptr,
     count_ptr,
     num_rows,
-    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -69,24 +69,22 @@ def fp8_block_gemm_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         r = first + tl.arange(0, BLOCK_M)
         by_row = row_scale_ptr + r
-        by_block = weight_scale_ptr + (which * scales_n + pn * BLOCK_N // 128) * (K // BLOCK_K)
+        by_block = weight_scale_ptr + (e * scales_n + pn * BLOCK_N // 128) * (K // BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        scale = tl.load(by_row, mask=r < live, other=0.0)  # loaded a step ahead: only operands are pipelined
+        scale = tl.load(by_row, mask=r < last, other=0.0)  # loaded a step ahead: only operands are pipelined
         factor = tl.load(by_block)
         for c in range(0, K // BLOCK_K):
-            a = load_rows(rows_desc, first, live, c * BLOCK_K, BLOCK_M, BLOCK_K)
-            b = weight_desc.load([which, pn * BLOCK_N, c * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
+            a = load_rows(rows_desc, first, last, c * BLOCK_K, BLOCK_M, BLOCK_K)
+            b = weight_desc.load([e, pn * BLOCK_N, c * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T
             after = tl.minimum(c + 1, K // BLOCK_K - 1)
-            next_scale = tl.load(by_row + after * num_rows, mask=r < live, other=0.0)
+            next_scale = tl.load(by_row + after * num_rows, mask=r < last, other=0.0)
             next_factor = tl.load(by_block + after)
             acc += tl.dot(a, b) * (scale * factor)[:, None]
             scale, factor = next_scale, next_factor
         if WEIGHTED:
-            acc = acc * tl.load(row_weight_ptr + r, mask=r < live, other=0.0)[:, None]
+            acc = acc * tl.load(row_weight_ptr + r, mask=r < last, other=0.0)[:, None]
         store_rows(out_desc, first, last, pn * BLOCK_N, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
 
 
@@ -103,7 +101,7 @@ def fp8_block_grouped_mm_launch(
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `out` [R, N]; `row_weight` [R] fp32."""
-    num_experts, n, k = weight.shape
+    _, n, k = weight.shape
     c = config or block_config(n)
     if c.block_k != BLOCK or BLOCK % c.block_n:
         raise ValueError(f"fp8_block_grouped_mm: a tile of {c} has more than one scale of a weight per step")
@@ -120,7 +118,6 @@ def fp8_block_grouped_mm_launch(
         "num_rows": rows.shape[0],
     }
     constants = {
-        "E": num_experts,
         "N": n,
         "K": k,
         **tile_constants(c, programs, rows.dtype),
@@ -155,4 +152,5 @@ def fp8_block_grouped_mm(
             row_weight=row_weight,
             config=config,
         ).run()
+        zero_tail(offsets, out)
     return out

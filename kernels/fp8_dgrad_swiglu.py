@@ -37,6 +37,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -54,7 +55,6 @@ def fp8_dgrad_swiglu_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -78,20 +78,18 @@ def fp8_dgrad_swiglu_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
-            g = load_rows(grad_desc, first, live, k, BLOCK_M, BLOCK_K)
-            w = weight_desc.load([which, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+            g = load_rows(grad_desc, first, last, k, BLOCK_M, BLOCK_K)
+            w = weight_desc.load([e, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(g, w, acc, max_num_imprecise_acc=IMPRECISE)
         r = first + tl.arange(0, BLOCK_M)
         c = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-        by_row = tl.load(grad_scale_ptr + r, mask=r < live, other=0.0)
-        by_column = tl.load(weight_scale_ptr + which * F + c, mask=c < F, other=0.0)
+        by_row = tl.load(grad_scale_ptr + r, mask=r < last, other=0.0)
+        by_column = tl.load(weight_scale_ptr + e * F + c, mask=c < F, other=0.0)
         acc = acc * by_row[:, None] * by_column[None, :]
-        s = tl.load(row_weight_ptr + r, mask=r < live, other=0.0)[:, None]
-        rows, tensors = (first, last, live), (z_desc, dz_desc, act_desc)
+        s = tl.load(row_weight_ptr + r, mask=r < last, other=0.0)[:, None]
+        rows, tensors = (first, last, last), (z_desc, dz_desc, act_desc)
         ds = gradient_epilogue(acc, s, pn * BLOCK_N, rows, tensors, BLOCK_M, BLOCK_N, PARTS, CLAMPED, ALPHA, LIMIT)
         tl.store(ds_ptr + r.to(tl.int64) * num_n + pn, ds, mask=r < last)
 
@@ -114,7 +112,7 @@ def fp8_dgrad_swiglu_launch(
     schedule: Schedule | None = None,
 ) -> Launch:
     """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds_parts` [R, column tiles] fp32."""
-    num_experts, f, d = weight.shape
+    _, f, d = weight.shape
     c = config
     schedule = schedule or tile_schedule(offsets, grad.shape[0], c.block_m)
     cols = c.block_n // c.parts
@@ -132,7 +130,6 @@ def fp8_dgrad_swiglu_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "F": f,
         "D": d,
         **tile_constants(c, programs, grad.dtype),
@@ -176,4 +173,5 @@ def fp8_dgrad_swiglu(
     if dz.numel():
         tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
         fp8_dgrad_swiglu_launch(*tensors, activation=activation, exact=exact, config=c).run()
+        zero_tail(offsets, dz, act, parts)
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

@@ -184,7 +184,7 @@ def fp8_quantize_columns_t(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     data = x.new_empty(k, (-(-rows // _TILE) + experts) * _TILE, dtype=torch.float8_e4m3fn)
     scale = x.new_ones(experts, k, dtype=torch.float32)
     amax = x.new_zeros(experts, k, dtype=torch.int32)
-    schedule = tile_schedule(offsets, rows, _TILE)
+    schedule = tile_schedule(offsets, rows, _TILE, tail=True)
     for find_amax in (True, False):
         fp8_columns_launch(x, offsets, schedule, amax, scale, data, find_amax=find_amax).run()
     return data, scale

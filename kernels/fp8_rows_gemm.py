@@ -7,7 +7,7 @@ input gradient is this product with a weight quantised along its other side, [E,
 fp32: row_scale [R], weight_scale [E, N]. out [R, N] is bf16. Group sizes are free; rows past the last offset are
 written as zeros and neither they nor their scales matter. K and N are multiples of 16.
 
-Hopper's FP8 units keep about 14 bits of an accumulator. `exact` adds every 128 products to an fp32 one, which takes
+Hopper's FP8 units keep about 14 bits of an accumulator. `exact` adds every 128 products to an fp32 one, e takes
 twice the registers, so tiles are half as wide (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
 Legend: R rows, E experts, N and K the sizes of a weight.
@@ -34,6 +34,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.zero_tail import zero_tail
 
 EXACT = 128  # products that Hopper's units add up before they go to fp32
 
@@ -51,7 +52,6 @@ def fp8_rows_gemm_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -74,24 +74,22 @@ def fp8_rows_gemm_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
-            b = weight_desc.load([which, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+            a = load_rows(rows_desc, first, last, k, BLOCK_M, BLOCK_K)
+            b = weight_desc.load([e, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
         r = first + tl.arange(0, BLOCK_M)
         c = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-        by_row = tl.load(row_scale_ptr + r, mask=r < live, other=0.0)
-        by_column = tl.load(weight_scale_ptr + which * N + c, mask=c < N, other=0.0)
+        by_row = tl.load(row_scale_ptr + r, mask=r < last, other=0.0)
+        by_column = tl.load(weight_scale_ptr + e * N + c, mask=c < N, other=0.0)
         if WEIGHTED:
-            weight = tl.load(row_weight_ptr + r, mask=r < live, other=0.0)
+            weight = tl.load(row_weight_ptr + r, mask=r < last, other=0.0)
             if not BIAS:
                 by_row = by_row * weight
         acc = acc * by_row[:, None] * by_column[None, :]
         if BIAS:
-            bias = tl.load(bias_ptr + which * N + c, mask=(c < N) & (e < E), other=0.0)
+            bias = tl.load(bias_ptr + e * N + c, mask=c < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
             if WEIGHTED:
                 acc = acc * weight[:, None]
@@ -136,7 +134,6 @@ def fp8_grouped_mm_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "N": n,
         "K": k,
         **tile_constants(c, programs, rows.dtype),
@@ -178,4 +175,5 @@ def fp8_grouped_mm(
             exact=exact,
             config=config,
         ).run()
+        zero_tail(offsets, out)
     return out

@@ -4,7 +4,7 @@
     a[r] = silu(gate) · up                                  a [R, F] bf16; or the clamped SwiGLU (activation.py)
 
 rows [R, D] and W [E, 2F, D] are float8_e4m3fn, gathered already; scales are fp32, row_scale [R] and
-weight_scale [E, 2F]. `a` is computed from z as stored; a scale per row of it needs the largest of a whole row, which
+weight_scale [E, 2F]. `a` is computed from z as stored; a scale per row of it needs the largest of a whole row, e
 one tile does not see, so it leaves in bf16. With `quantise` it leaves in FP8 with a scale per 128 columns, [F/128, R],
 for `fp8_block_gemm`; F is then a multiple of 128. Rows past the last offset are written as zeros.
 
@@ -37,6 +37,7 @@ from moegraph.kernels.launch import (
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
 from moegraph.kernels.up_epilogue import up_epilogue, up_epilogue_fp8
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -54,7 +55,6 @@ def fp8_up_swiglu_kernel(
     last_ptr,
     count_ptr,
     num_rows,
-    E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -81,22 +81,20 @@ def fp8_up_swiglu_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
-            a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
-            b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
+            a = load_rows(rows_desc, first, last, k, BLOCK_M, BLOCK_K)
+            b = weight_desc.load([e, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=IMPRECISE)
         r = first + tl.arange(0, BLOCK_M)
         c = tl.arange(0, BLOCK_N)
         col = pn * HALF + c % HALF
-        at = which * 2 * F + (c // HALF) * F + col
-        by_row = tl.load(row_scale_ptr + r, mask=r < live, other=0.0)
+        at = e * 2 * F + (c // HALF) * F + col
+        by_row = tl.load(row_scale_ptr + r, mask=r < last, other=0.0)
         by_column = tl.load(weight_scale_ptr + at, mask=col < F, other=0.0)
         acc = acc * by_row[:, None] * by_column[None, :]
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
-        rows, tensors = (first, last, live, bias_ptr + which * 2 * F), (z_desc, act_desc)
+        rows, tensors = (first, last, last, bias_ptr + e * 2 * F), (z_desc, act_desc)
         if QUANTISE:
             scale = up_epilogue_fp8(gate, up, pn * HALF, rows, tensors, BLOCK_M, HALF, F, BIAS, CLAMPED, ALPHA, LIMIT)
             tl.store(act_scale_ptr + pn * num_rows + r, scale, mask=r < last)
@@ -146,7 +144,6 @@ def fp8_up_swiglu_launch(
         "num_rows": rows.shape[0],
     }
     constants = {
-        "E": num_experts,
         "F": f,
         "D": d,
         **tile_constants(c, programs, rows.dtype),
@@ -179,6 +176,7 @@ def fp8_up_swiglu(
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act)
         fp8_up_swiglu_launch(*tensors, bias=bias, activation=activation, exact=exact, config=config).run()
+        zero_tail(offsets, z, act)
     return z, act
 
 
@@ -196,8 +194,9 @@ def fp8_up_swiglu_blocks(
     """As `fp8_up_swiglu`, with `quantise`: → (z [R, 2F] bf16, a [R, F] FP8, its scale [F/128, R] fp32)."""
     num_rows, two_f = rows.shape[0], weight.shape[1]
     z = rows.new_empty(num_rows, two_f, dtype=torch.bfloat16)
-    act, act_scale = rows.new_empty(num_rows, two_f // 2), row_scale.new_empty(two_f // 2 // BLOCK, num_rows)
+    act, act_scale = rows.new_empty(num_rows, two_f // 2), row_scale.new_ones(two_f // 2 // BLOCK, num_rows)
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act, act_scale)
         fp8_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+        zero_tail(offsets, z, act)
     return z, act, act_scale

@@ -36,6 +36,7 @@ from moegraph.kernels.launch import (
 from moegraph.kernels.mx_rows_gemm import mx_grouped_mm
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -169,4 +170,5 @@ def mx_dgrad_swiglu(
     if dz.numel():
         tensors = (grad, grad_scale, weight, weight_scale, z, row_weight, offsets, dz, act, parts)
         mx_dgrad_swiglu_launch(*tensors, activation=activation, config=c).run()
+        zero_tail(offsets, dz, act, parts)
     return dz, act, parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)

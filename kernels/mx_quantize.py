@@ -228,6 +228,6 @@ def mx_quantize(
     out = empty_quantized(x, experts, rows=rows, columns=columns, swizzled=swizzled)
     if offsets is None and x.numel() == 0:
         return out
-    schedule = None if offsets is None else tile_schedule(offsets, x.shape[0], _TILE)
+    schedule = None if offsets is None else tile_schedule(offsets, x.shape[0], _TILE, tail=True)
     mx_quantize_launch(x, out, offsets, schedule, swizzled=swizzled).run()
     return out

@@ -30,6 +30,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -162,4 +163,5 @@ def mx_grouped_mm(
             row_weight=row_weight,
             config=config,
         ).run()
+        zero_tail(offsets, out)
     return out

@@ -32,6 +32,7 @@ from moegraph.kernels.launch import (
 from moegraph.kernels.mx_scales import NOWHERE, load_scales, scales_descriptor
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.up_epilogue import up_epilogue
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -153,4 +154,5 @@ def mx_up_swiglu(
     if z.numel():
         tensors = (rows, row_scale, weight, weight_scale, offsets, z, act)
         mx_up_swiglu_launch(*tensors, bias=bias, activation=activation, config=config).run()
+        zero_tail(offsets, z, act)
     return z, act

@@ -29,6 +29,7 @@ from moegraph.kernels.launch import (
 )
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -42,7 +43,6 @@ def rows_gemm_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -65,23 +65,21 @@ def rows_gemm_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
+            a = load_rows(rows_desc, first, last, k, BLOCK_M, BLOCK_K)
             if TRANSPOSED:
-                b = weight_desc.load([which, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+                b = weight_desc.load([e, k, pn * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             else:
-                b = weight_desc.load([which, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
+                b = weight_desc.load([e, pn * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if BIAS:
             c = pn * BLOCK_N + tl.arange(0, BLOCK_N)
-            bias = tl.load(bias_ptr + which * N + c, mask=(c < N) & (e < E), other=0.0)
+            bias = tl.load(bias_ptr + e * N + c, mask=c < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         if SCALE:
             r = first + tl.arange(0, BLOCK_M)
-            acc = acc * tl.load(scale_ptr + r, mask=r < live, other=0.0)[:, None]
+            acc = acc * tl.load(scale_ptr + r, mask=r < last, other=0.0)[:, None]
         col = pn * BLOCK_N
         if PARTS == 1:
             store_rows(out_desc, first, last, col, acc.to(out_desc.dtype), BLOCK_M, BLOCK_N)
@@ -121,7 +119,6 @@ def grouped_mm_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "N": n,
         "K": k,
         **tile_constants(c, programs, rows.dtype),
@@ -161,4 +158,5 @@ def grouped_mm(
             config=config,
             schedule=schedule,
         ).run()
+        zero_tail(offsets, out)
     return out

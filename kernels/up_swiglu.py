@@ -33,6 +33,7 @@ from moegraph.kernels.launch import (
 from moegraph.kernels.move_rows import permute
 from moegraph.kernels.tiles import Schedule, tile_schedule
 from moegraph.kernels.tuning import choose_config
+from moegraph.kernels.zero_tail import zero_tail
 
 
 @triton.jit
@@ -48,7 +49,6 @@ def up_swiglu_kernel(
     first_ptr,
     last_ptr,
     count_ptr,
-    E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -74,10 +74,8 @@ def up_swiglu_kernel(
         e = tl.load(expert_ptr + pm)
         first = tl.load(first_ptr + pm)
         last = tl.load(last_ptr + pm)
-        which = tl.minimum(e, E - 1)
-        live = tl.where(e < E, last, first)  # where the rows end that exist: none of the pseudo-expert E
         r = first + tl.arange(0, BLOCK_M)
-        exists = r < live
+        exists = r < last
         cols = tl.arange(0, BLOCK_K)
         if GATHER:
             token = (tl.load(order_ptr + r, mask=exists, other=0) // TOP_K).to(tl.int64)
@@ -85,18 +83,18 @@ def up_swiglu_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, D, BLOCK_K):
             if not GATHER:
-                a = load_rows(rows_desc, first, live, k, BLOCK_M, BLOCK_K)
+                a = load_rows(rows_desc, first, last, k, BLOCK_M, BLOCK_K)
             elif D % BLOCK_K == 0:
                 a = tl.load(x + k, mask=exists[:, None], other=0.0)
             else:
                 a = tl.load(x + k, mask=exists[:, None] & (k + cols < D)[None, :], other=0.0)
-            b = weight_desc.load([which, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
+            b = weight_desc.load([e, 0, pn * HALF, k]).reshape(BLOCK_N, BLOCK_K).T
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         if BIAS:
             c = pn * HALF + tl.arange(0, HALF)
-            real = (c < F) & (e < E)
-            to = bias_ptr + which * 2 * F + c
+            real = c < F
+            to = bias_ptr + e * 2 * F + c
             # Rounded before the bias too: z is then the one that `grouped_mm` and `add_expert_bias` make in backward.
             gate = gate.to(z_desc.dtype).to(tl.float32) + tl.load(to, mask=real, other=0.0).to(tl.float32)[None, :]
             up = up.to(z_desc.dtype).to(tl.float32) + tl.load(to + F, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -141,7 +139,6 @@ def up_swiglu_launch(
         **schedule_arguments(schedule),
     }
     constants = {
-        "E": num_experts,
         "F": f,
         "D": d,
         **tile_constants(c, programs, x.dtype),
@@ -175,4 +172,5 @@ def up_swiglu(
         up_swiglu_launch(
             source, order, weight, offsets, z, act, top_k=top_k, bias=bias, activation=activation, config=c
         ).run()
+        zero_tail(offsets, z, act)
     return z, act

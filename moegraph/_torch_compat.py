@@ -93,6 +93,18 @@ def flash_attention_backward(
 
 
 @contextmanager
+def inductor_decides_by_rule(wanted: bool) -> Iterator[None]:
+    """Where wanted, Inductor does not time kernels to choose among those that add in different orders."""
+    if not wanted:
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch(deterministic=True):
+        yield
+
+
+@contextmanager
 def inductor_headers_in(folder: Path) -> Iterator[None]:
     """Within, Inductor keeps the C++ headers that it compiles once for all kernels in `folder`.
 

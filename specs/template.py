@@ -101,7 +101,7 @@ passes:
     recompute: false                   # true: keep no pre-activation either, and compute it again in backward
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   overlap-communication: {mode: off, chunks: null}   # off | on | auto: other work while tokens travel; 2: in halves
-  accumulate-gradients: {enabled: false}   # products add gradients to their buffers; not yet measured on a GPU
+  accumulate-gradients: {enabled: true}   # products add the gradients of experts' weights to their buffers
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 
 train:

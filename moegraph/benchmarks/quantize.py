@@ -63,7 +63,7 @@ def sweep_quantize(
     from moegraph.kernels.tiles import tile_schedule
 
     x, offsets = _rows(device, rows, columns, num_experts, dtype)
-    schedule = tile_schedule(offsets, rows, 128)
+    schedule = tile_schedule(offsets, rows, 128, tail=True)
     jobs: dict[str, Callable[[int], Any]] = {}
     moved: dict[str, int] = {}
     for axes, asked in {"rows": (True, False), "columns": (False, True), "both": (True, True)}.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moegraph.benchmarks.communication import measure_communication
+from moegraph.benchmarks.device_profile import KernelTime, profile_device
 from moegraph.data.loader import StepBatch
 from moegraph.errors import RunError
 from moegraph.runtime.accounting import count_parameters, flops_per_token
@@ -29,7 +29,8 @@ class StepTiming:
     second and peak bytes of one. `optimizer_milliseconds` are of the norm, the agreement of the ranks, AdamW and the
     weights sent round; the floor is the least bytes of it at the rate of a copy. Communication is that of rank 0 in the
     forward and backward of one block with experts on one micro-batch, on several GPUs. `overlap_seconds` are of a
-    step's forward and backward, where `auto` measured them."""
+    step's forward and backward, where `auto` measured them; so are, under the profiler and on a GPU, the milliseconds
+    in which a kernel ran and in which none did, and the time of each kernel."""
 
     device: str
     ranks: int
@@ -48,6 +49,9 @@ class StepTiming:
     communication_milliseconds: float | None
     exposed_milliseconds: float | None
     overlap_seconds: dict[str, float]
+    busy_milliseconds: float | None
+    idle_milliseconds: float | None
+    kernels: tuple[KernelTime, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -108,10 +112,11 @@ def _time(spec: Spec, steps: int, engine: Engine) -> StepTiming:
     total, active = count_parameters(program)
     rate = spec.train.tokens_per_step / median
     bytes_moved = optimizer_bytes(engine)
-    talk = None
-    if device.type == "cuda" and engine.mesh.world > 1:
+    seen = None
+    if device.type == "cuda":
         batch = random_batch(spec, generator)
-        talk = measure_communication(lambda: engine.computer.compute(batch))
+        seen = profile_device(lambda: engine.computer.compute(batch))
+    talk = seen if engine.mesh.world > 1 else None
     mine = [place for place in engine.moe_blocks if program.instances[place].stage in engine.stages]
     passes = max(len(mine), 1) * spec.layout.microbatches
     return StepTiming(
@@ -132,6 +137,9 @@ def _time(spec: Spec, steps: int, engine: Engine) -> StepTiming:
         communication_milliseconds=talk.milliseconds / passes if talk else None,
         exposed_milliseconds=talk.exposed_milliseconds / passes if talk else None,
         overlap_seconds=engine.overlap_seconds,
+        busy_milliseconds=seen.busy_milliseconds if seen else None,
+        idle_milliseconds=seen.idle_milliseconds if seen else None,
+        kernels=seen.kernels if seen else (),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,10 @@ from moegraph.cli.options import Json, Set
 from moegraph.cli.output import counted, print_json, print_table, say
 from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec
+from moegraph.errors import UsageError
+
+if TYPE_CHECKING:
+    from moegraph.benchmarks.step import StepTiming
 
 bench_app = typer.Typer(help="Measure speed on this device, with random inputs.", no_args_is_help=True)
 
@@ -26,6 +30,12 @@ def step_command(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Start this many processes, as many as the layout has ranks.")
     ] = None,
+    kernels: Annotated[
+        int | None, typer.Option(min=1, help="On a GPU: also this many kernels of forward and backward, by time.")
+    ] = None,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="Give every expert as many tokens, as published speeds do.")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Time whole training steps of a spec on random tokens."""
@@ -36,12 +46,20 @@ def step_command(
     ranks = this_rank(loaded.layout.world, nproc)
     if ranks is None:
         options = [f"--set={each}" for each in set_ or ()] + ["--json"] * json
+        options += [f"--kernels={kernels}"] if kernels else []
+        options += ["--balanced"] * balanced
         return start_ranks(loaded.layout.world, ["bench", "step", name, f"--steps={steps}", *options])
     from moegraph.benchmarks.step import time_step
     from moegraph.runtime.compile_cache import compile_cache
     from moegraph.runtime.device import choose_device, device_name, run_settings
 
     device = choose_device(loaded.train.device)
+    if kernels and device.type != "cuda":
+        raise UsageError("--kernels needs a GPU: there are none of its kernels here")
+    if balanced:
+        from moegraph.benchmarks.balanced_routing import register
+
+        register()
     cache = compile_cache(device_name(device), inductor=loaded.train.compile == "inductor")
     with run_settings(loaded.train.deterministic), cache as keep_compiled:
         found = time_step(loaded, steps, *ranks)
@@ -51,6 +69,13 @@ def step_command(
     if json:
         print_json(found.to_json())
         return 0
+    _print_step(found)
+    if kernels:
+        _print_kernels(found, kernels)
+    return 0
+
+
+def _print_step(found: StepTiming) -> None:
     columns = [">ms", ">least ms", ">tokens/s", ">TFLOP/s", ">peak GiB", ">first step s", ">parameters"]
     columns += [">optimizer ms", ">of byte floor", "device"]
     row = [
@@ -73,7 +98,15 @@ def step_command(
         )
     for way, seconds in found.overlap_seconds.items():
         say(f"overlap-communication {way}: {1e3 * seconds:.1f} ms for forward and backward")
-    return 0
+
+
+def _print_kernels(found: StepTiming, count: int) -> None:
+    say(
+        f"forward and backward under the profiler: kernels {found.busy_milliseconds:.1f} ms, "
+        f"none running {found.idle_milliseconds:.1f} ms"
+    )
+    rows = [[f"{k.milliseconds:.2f}", str(k.launches), k.name[:100]] for k in found.kernels[:count]]
+    print_table([">ms", ">launches", "kernel"], rows)
 
 
 bench_app.command("layer")(layer_command)

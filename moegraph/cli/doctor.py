@@ -53,13 +53,34 @@ def doctor_command(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --kernels: the shape, A (default), C, D, Q or wide.")
     ] = None,
+    bring_up: Annotated[
+        bool, typer.Option("--bring-up", help="Instead: try everything a new GPU has to show; takes an hour or so.")
+    ] = False,
+    part: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="With --bring-up: only this part. Repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --bring-up: the report.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Check this machine: versions, devices, kernels, disk.
 
     With --kernels: registers, spills, shared memory and instructions of the kernels of one block for a chip that need
-    not be here, and where each configuration comes from. Exit status 1 if a check fails.
+    not be here, and where each configuration comes from.
+
+    With --bring-up: GPU tests, MXFP8 against its emulation, tuning, one block, whole steps; all of it in one report
+    file, bring-up.json unless said otherwise, to read or to send to whoever asked. Exit status 3 if a check or part
+    fails.
     """
+    if bring_up:
+        refuse(
+            spec=spec, set=set_, kernels=kernels, arch=arch, preset=preset, json=json, because="no part of --bring-up"
+        )
+        from moegraph.cli.bring_up import doctor_bring_up
+
+        return 0 if doctor_bring_up(output or Path("bring-up.json"), part or ()) else FAILED
+    refuse(part=part, output=output, because="goes with --bring-up")
     if kernels:
         if spec is not None or set_:
             raise UsageError("doctor --kernels takes a shape by --preset; `moegraph inspect SPEC --kernels` a spec's")
@@ -71,7 +92,15 @@ def doctor_command(
 
     name = spec or (DEFAULT_SPEC if Path(DEFAULT_SPEC).exists() else "presets/tiny.yaml")
     loaded = load_spec(name, set_ or ())
-    findings = [*_versions(), *_devices(), *_kernels(loaded, name), *_compiler(), *_cache(), *_disk()]
+    findings = [
+        *_versions(),
+        *_devices(),
+        *_kernels(loaded, name),
+        *_low_precision(loaded, name),
+        *_compiler(),
+        *_cache(),
+        *_disk(),
+    ]
     failed = [finding for finding in findings if finding.verdict == "failed"]
     if json:
         print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
@@ -137,6 +166,21 @@ def _kernels(spec: Spec, name: str) -> Iterator[Finding]:
             yield Finding(f"grouped_mm of {name}", backend, "note" if cuda and backend == "loop" else "ok", reason)
         except MoegraphError as error:
             yield Finding(f"grouped_mm of {name}", "tuning table", "failed", str(error))
+
+
+def _low_precision(spec: Spec, name: str) -> Iterator[Finding]:
+    """Whether products in 8 bits would run on matrix units of their own here, or be emulated."""
+    import torch
+
+    from moegraph.ops.mx_mm import mx_backend
+    from moegraph.ops.scaled_mm import fp8_backend
+
+    if spec.model.moe is None:
+        return
+    device = torch.device("cuda" if spec.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+    for format_, choose in (("mxfp8", mx_backend), ("fp8", fp8_backend)):
+        backend, reason = choose(spec.model.moe.d_ff, spec.model.d_model, device)
+        yield Finding(f"{format_} experts of {name}", "native" if backend == "triton" else backend, "ok", reason)
 
 
 def _compiler() -> Iterator[Finding]:

@@ -57,6 +57,9 @@ def inspect_command(
     precision: Annotated[
         bool, typer.Option("--precision", help="In which format each product of experts runs, and why.")
     ] = False,
+    predict: Annotated[
+        str | None, typer.Option(metavar="MACHINE", help="How long a step would take on B300 or H200, and on what.")
+    ] = None,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Every final value of the spec with its origin.")
     ] = False,
@@ -78,7 +81,8 @@ def inspect_command(
     """Print graphs, what a pass changed, values, or a run."""
     graphs = {"after": after, "kind": kind, "graph": graph, "grep": grep, "stage": stage}
     flags = {"expand": expand, "stat": stat, "pass_file": pass_file, "kernels": kernels, "arch": arch}
-    flags |= {"schedule": schedule, "shards": shards, "precision": precision}
+    views = {"schedule": schedule, "shards": shards, "precision": precision, "predict": predict}
+    flags |= views
     if trace_hash:
         refuse(**graphs, **{**flags, "pass_file": None}, diff=diff, full=full, because="does not go with --trace-hash")
         refuse(resolved=resolved, router=router, because="does not go with --trace-hash")
@@ -104,21 +108,11 @@ def inspect_command(
         refuse(**graphs, **flags, diff=diff, full=full, because="does not go with --resolved")
         _print_resolved(spec, set_, as_json=json)
         return 0
-    if schedule or shards or precision:
-        view = "schedule" if schedule else "shards" if shards else "precision"
+    view = next((name for name, asked in views.items() if asked), None)
+    if view is not None:
         unused = {name: value for name, value in {**graphs, **flags}.items() if name not in (view, "pass_file")}
         refuse(**unused, diff=diff, full=full, because=f"does not go with --{view}")
-        compiled = _compile(spec, set_, pass_file)
-        if precision:
-            from moegraph.cli.inspect_precision import print_precision
-
-            print_precision(compiled, as_json=json)
-            return 0
-        from moegraph.cli.inspect_schedule import print_schedule
-        from moegraph.cli.inspect_shards import print_shards
-
-        show = print_schedule if schedule else print_shards
-        show(compiled.program, as_json=json)
+        _print_view(_compile(spec, set_, pass_file), view, predict or "", as_json=json)
         return 0
     if kernels:
         unused = {"after": after, "graph": graph, "grep": grep, "stage": stage, "expand": expand, "stat": stat}
@@ -144,6 +138,25 @@ def inspect_command(
     else:
         print_graphs(compiled, after, selection, as_json=json)
     return 0
+
+
+def _print_view(compiled: Compiled, view: str, machine: str, *, as_json: bool) -> None:
+    if view == "precision":
+        from moegraph.cli.inspect_precision import print_precision
+
+        print_precision(compiled, as_json=as_json)
+    elif view == "predict":
+        from moegraph.cli.inspect_predict import print_prediction
+
+        print_prediction(compiled.program, machine, as_json=as_json)
+    elif view == "schedule":
+        from moegraph.cli.inspect_schedule import print_schedule
+
+        print_schedule(compiled.program, as_json=as_json)
+    else:
+        from moegraph.cli.inspect_shards import print_shards
+
+        print_shards(compiled.program, as_json=as_json)
 
 
 def _check_pattern(text: str | None) -> None:

@@ -1,7 +1,10 @@
-"""Cross entropy per token, in row chunks, so that no float32 copy of all logits ever exists.
+"""Cross entropy per token; no float32 copy of all logits ever exists.
+
+On CUDA moegraph's Triton kernels read the logits once forward and once backward. Elsewhere, and for float64, it is
+computed in row chunks.
 
 Legend: T tokens, V vocabulary. A label of -100 is ignored: its loss and its gradient row are zero. Any other label
-outside 0 … V-1 raises on CPU and trips a device assertion on CUDA; the loader refuses such data.
+outside 0 … V-1 raises on CPU and gives NaN on CUDA; the loader refuses such data.
 """
 
 from collections.abc import Iterator
@@ -15,6 +18,10 @@ from moegraph.ops.precision import accumulate_dtype
 IGNORED = -100
 
 
+def _uses_kernels(logits: Tensor) -> bool:
+    return logits.device.type == "cuda" and logits.dtype != torch.float64
+
+
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Row ranges of about 1 MiB (in cache) on CPU and 256 MiB on a device, in float32."""
     elements = 2**18 if logits.device.type == "cpu" else 2**26
@@ -24,6 +31,10 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 @torch.library.custom_op("moegraph::cross_entropy", mutates_args=())
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if _uses_kernels(logits):
+        from moegraph.kernels import cross_entropy as kernels
+
+        return kernels.cross_entropy(logits, labels)
     wide = accumulate_dtype(logits.dtype)
     lse = torch.empty(logits.shape[0], dtype=wide, device=logits.device)
     for rows in _chunks(logits):
@@ -47,6 +58,10 @@ def cross_entropy_backward(
 
     grad_loss and grad_lse are [T] or None; g_loss counts as zero where the label is ignored.
     """
+    if _uses_kernels(logits):
+        from moegraph.kernels import cross_entropy as kernels
+
+        return kernels.cross_entropy_backward(grad_loss, grad_lse, logits, labels, lse)
     counted = labels != IGNORED
     zero = torch.zeros_like(lse)
     at_label = zero if grad_loss is None else torch.where(counted, grad_loss, 0.0)

@@ -46,6 +46,7 @@ def quantize_rows(x: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Ten
     check_fp8_input(x)
     if offsets is not None:
         x = zero_past(x, offsets)
+    x = x.contiguous()  # as results are, whatever x is a view of
     scale, factor = _scale_and_factor(magnitude_bits(x).amax(-1))
     return to_e4m3(x.float() * factor.unsqueeze(-1)), scale
 

@@ -115,7 +115,7 @@ def mx_quantize(x: Tensor, axis: int = -1, *, rounding: str = "rceil") -> tuple[
     check_mx_input(x, axis)
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r}: one of {', '.join(ROUNDINGS)}")
-    blocks = _blocks(x, axis)
+    blocks = _blocks(x.contiguous(), axis)  # results are contiguous, whatever x is a view of
     scale = scale_of(magnitude_bits(blocks).amax(axis), rounding)
     data = to_e4m3(blocks.float() * _factor(scale, rounding).unsqueeze(axis))
     return data.reshape(x.shape), scale

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moegraph._torch_compat import inductor_decides_by_rule
 from moegraph.errors import RunError
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is only deterministic with a fixed workspace; no API sets it
@@ -53,8 +54,9 @@ def peak_memory(device: torch.device) -> int:
 def run_settings(deterministic: bool) -> Iterator[None]:
     """Within, torch runs as the spec says; afterwards everything is as it was.
 
-    Deterministic: operators without a deterministic implementation raise, so a run is bitwise repeatable on the same
-    machine and versions.
+    Deterministic: operators without a deterministic implementation raise, and Inductor chooses no kernel by timing it
+    where the choice changes the order of additions, so a run is bitwise repeatable on the same kind of machine and
+    versions.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(_CUBLAS_WORKSPACE)
@@ -65,7 +67,8 @@ def run_settings(deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
         memory.fill_uninitialized_memory = False
     try:
-        yield
+        with inductor_decides_by_rule(deterministic):
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill

@@ -214,9 +214,9 @@ def check_unit(unit: Unit, made_by: str, unchanged: Collection[str] = (), propag
 
 def _unknown_origins(module: fx.GraphModule, layer_names: Collection[str]) -> list[str]:
     return [
-        f"named origin: {display_name(node)} says it comes from {facts(node)['layer']}, which the layer graph has not"
+        f"named origin: {display_name(node)} says it comes from {facts(node).get('layer')}, not in the layer graph"
         for node in module.graph.nodes
-        if node.op == "call_function" and facts(node)["layer"] not in layer_names
+        if node.op == "call_function" and facts(node).get("layer") not in layer_names
     ]
 
 

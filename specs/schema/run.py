@@ -90,13 +90,6 @@ class OverlapOptions(Section):
     chunks: Literal[1, 2] | None = None
 
 
-class AccumulateOptions(Section):
-    """Whether products add the gradients of experts' weights to their buffers themselves. Off unless asked for: it has
-    run on a CPU and been compiled for H200 and B300, and not yet been measured on a GPU."""
-
-    enabled: bool = False
-
-
 class UserPassOptions(Section):
     """A pass registered from a Python file: on or off, where it runs, and its own options."""
 
@@ -113,7 +106,7 @@ class Passes(Section):
     fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
     overlap_communication: OverlapOptions = Field(default_factory=OverlapOptions, alias="overlap-communication")
-    accumulate_gradients: AccumulateOptions = Field(default_factory=AccumulateOptions, alias="accumulate-gradients")
+    accumulate_gradients: PassSwitch = Field(default_factory=PassSwitch, alias="accumulate-gradients")
     custom: dict[str, UserPassOptions] = Field(default_factory=dict)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moegraph.benchmarks.communication import total, uncovered
+from moegraph.benchmarks.device_profile import total, uncovered
 
 
 def test_overlapping_spans_count_once() -> None:

@@ -15,7 +15,7 @@ from moegraph.specs import load_spec
 from .conftest import Moegraph
 
 LAYER_PASSES = ["canonicalize", "balance-losses", "dispatch-experts", "split-pipeline"]
-PASSES = ["lower", *LAYER_PASSES, "trace", "recompute", "split-backward"]
+PASSES = ["lower", *LAYER_PASSES, "trace", "recompute", "accumulate-gradients", "split-backward"]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_directory_holds_every_pass(compiled: Path) -> None:
     assert diffs == folders[1:]
     text = (compiled / "passes" / "02-balance-losses" / "moe.layer.txt").read_text(encoding="utf-8")
     assert "moe.z_loss: f32[] = z_loss(" in text
-    final = sorted(path.name for path in (compiled / "passes" / "07-split-backward").glob("moe.*"))
+    final = sorted(path.name for path in (compiled / "passes" / "08-split-backward").glob("moe.*"))
     assert final == [
         f"moe.{each}.txt" for each in ("backward", "backward_input", "backward_weight", "evaluate", "forward")
     ]

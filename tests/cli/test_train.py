@@ -61,7 +61,7 @@ def test_a_spec_trains_and_the_result_is_json(work: Path, moegraph: Moegraph) ->
 def test_without_an_argument_the_directory_compiled_last_is_used(work: Path, moegraph: Moegraph) -> None:
     done = moegraph("train")
     assert trained(done), done.err
-    assert "compiled/moegraph: the graphs after each of 8 passes" in done.err
+    assert "compiled/moegraph: the graphs after each of 9 passes" in done.err
 
 
 def test_what_was_compiled_with_overrides_is_trained_with_them(work: Path, moegraph: Moegraph) -> None:
@@ -163,4 +163,5 @@ def test_ctrl_c_ends_a_run_with_130_and_whole_records(work: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "interrupted\n")
     assert [json.loads(line)["step"] for line in metrics.read_text(encoding="utf-8").splitlines()][:3] == [1, 2, 3]
-    assert sorted(path.name for path in metrics.parent.iterdir()) == ["audit.jsonl", "manifest.json", "metrics.jsonl"]
+    kept = {path.name for path in metrics.parent.iterdir()} - {"tensorboard"}  # where that is installed
+    assert kept == {"audit.jsonl", "manifest.json", "metrics.jsonl"}

@@ -12,7 +12,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.adamw import adamw_launch
-from moegraph.kernels.catalogue import exchange_launches, launches
+from moegraph.kernels.catalogue import cross_entropy_launches, exchange_launches, launches
 from moegraph.kernels.chips import CHIPS, Card
 from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import default_config
@@ -23,12 +23,16 @@ from moegraph.kernels.up_swiglu import up_swiglu_launch
 SHAPE = {"tokens": 32768, "d_model": 2048, "d_ff": 1024, "num_experts": 128, "top_k": 8}
 KERNELS = {capability: dict(launches(**SHAPE, card=Card("any", capability))) for capability in CHIPS}
 ROUTING = ["top_k", "sort_count", "sort_scan", "sort_place", "tile_schedule", "router_weights"]
-MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward"]
+MEMORY_BOUND = ["permute", "combine", "up_bias_grad", "gated_backward", "zero_tail"]
 PRODUCTS = [name for name in KERNELS[90] if name not in ROUTING + MEMORY_BOUND]
 INSTRUCTION = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}
 
 
-@pytest.mark.parametrize("capability", CHIPS)
+# sm_100 and sm_103 are compiled to the same instructions: every day one of them, unless an operand is scaled
+CHIPS_TODAY = [pytest.param(chip, marks=pytest.mark.slow) if chip == 100 else chip for chip in CHIPS]
+
+
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_uses_the_chips_matrix_unit_and_does_not_spill(name: str, capability: int) -> None:
     report = compile_launch(KERNELS[capability][name], capability)
@@ -37,7 +41,7 @@ def test_a_product_uses_the_chips_matrix_unit_and_does_not_spill(name: str, capa
     assert report.asynchronous_loads, report
 
 
-@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
 def test_biases_and_the_clamped_activation_do_not_spill_either(capability: int) -> None:
     def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -68,7 +72,7 @@ def test_biases_and_the_clamped_activation_do_not_spill_either(capability: int) 
         assert report.fits, report
 
 
-@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
 def test_the_optimizers_kernel_does_not_spill(capability: int) -> None:
     weight, copy = (torch.empty(4096, dtype=d, device="meta") for d in (torch.float32, torch.bfloat16))
     options = {"factor": 0.5, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
@@ -80,7 +84,14 @@ def test_what_is_bound_by_memory_does_not_spill(name: str) -> None:
     assert compile_launch(KERNELS[90][name], 90).fits
 
 
-@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_loss_of_a_large_vocabulary_does_not_spill(capability: int, dtype: torch.dtype) -> None:
+    for _, launch in cross_entropy_launches(tokens=16384, vocab_size=100352, dtype=dtype):
+        assert compile_launch(launch, capability).fits
+
+
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
 @pytest.mark.parametrize("num_experts", [3, 128, 256, 1024])
 def test_choosing_and_sorting_does_not_spill(num_experts: int, capability: int) -> None:
     kernels = dict(launches(**{**SHAPE, "num_experts": num_experts, "top_k": min(num_experts, 8)}))
@@ -89,7 +100,7 @@ def test_choosing_and_sorting_does_not_spill(num_experts: int, capability: int) 
         assert report.fits, report
 
 
-@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
 @pytest.mark.parametrize(("num_experts", "ranks", "top_k"), [(32, 2, 4), (1024, 64, 8), (3, 1, 1)])
 def test_writing_rows_to_other_ranks_does_not_spill(num_experts: int, ranks: int, top_k: int, capability: int) -> None:
     shape = {"tokens": 16384, "d_model": 4096, "num_experts": num_experts, "top_k": top_k, "ranks": ranks}

@@ -16,12 +16,13 @@ SCALED = [name for name in FILES if name in ("test_fp8.py", "test_fp8_blocks.py"
 OTHERS = [name for name in FILES if name not in SCALED]
 
 
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("files", [OTHERS, SCALED], ids=["bf16 and routing", "scaled"])
-def test_every_kernel_is_right_in_the_interpreter(files: list[str]) -> None:
+def test_every_kernel_is_right_in_the_interpreter(files: list[str], which: str) -> None:
     """A process of its own: Triton decides when a kernel is defined whether it is interpreted."""
     paths = [str(HERE / "interpreted" / name) for name in files]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, *paths],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,

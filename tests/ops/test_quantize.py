@@ -194,3 +194,13 @@ def test_what_is_refused_is_refused_when_traced_too() -> None:
             call(torch.zeros(shape))
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=said):
             call(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("name", ["mx_quantize_rows", "mx_quantize_columns", "fp8_quantize_rows"])
+def test_what_a_view_becomes_has_the_strides_that_the_compiler_is_told(name: str, swizzled: bool) -> None:
+    turned = torch.randn(2, 64, 96).bfloat16().transpose(1, 2)  # as weights are for input gradients
+    options = {"fp8_quantize_rows": (None,), "mx_quantize_rows": (None, swizzled)}.get(name, (swizzled,))
+    operator = getattr(torch.ops.moegraph, name).default
+    for real, fake in zip(operator(turned, *options), operator(turned.to("meta"), *options), strict=True):
+        assert (real.shape, real.stride()) == (fake.shape, fake.stride())

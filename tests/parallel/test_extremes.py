@@ -111,7 +111,8 @@ def test_balance_losses_over_more_than_a_sequence(ranks: RankPool, over: str, la
         both(ranks, {**PIPELINE, "schedule": "gpipe"}, balance, steps=1)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dual_pipe_v"])  # last stage elsewhere, and here
+# The last stage elsewhere, and here.
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved_zero_bubble", marks=pytest.mark.slow), "dual_pipe_v"])
 def test_tied_embeddings_under_a_pipeline(ranks: RankPool, schedule: str) -> None:
     both(ranks, {"dp": 2, "pp": 2, "microbatches": 4, "schedule": schedule}, "model.tie_embeddings=true", steps=2)
 

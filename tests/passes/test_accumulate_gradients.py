@@ -12,13 +12,13 @@ from moegraph.verify.passes import verify_spec
 from moegraph.verify.structure import no_mutation
 from tests.small_models import compile_once, compute_step, random_batch, small_spec
 
-ON = "passes.accumulate-gradients.enabled=true"
+OFF = "passes.accumulate-gradients.enabled=false"
 ADD = torch.ops.moegraph.grouped_mm_wgrad_add.default
 
 
 @pytest.mark.parametrize("graph", ["backward", "backward_weight"])
 def test_gradients_of_experts_are_written_where_they_are_summed(graph: str) -> None:
-    module = compile_once(small_spec(ON)).program.units["moe"].graphs[graph]
+    module = compile_once(small_spec()).program.units["moe"].graphs[graph]
     outputs = ports(module, "outputs")
     assert {port.name for port in outputs if port.role == "added"} == {"moe.w_up", "moe.w_down"}
     assert not {"moe.w_up", "moe.w_down"} & {port.name for port in outputs if port.role == "grad"}
@@ -35,8 +35,8 @@ def test_gradients_of_experts_are_written_where_they_are_summed(graph: str) -> N
 def test_every_gradient_of_a_step_keeps_its_bits(compute: str, extra: tuple[str, ...]) -> None:
     options = (f"precision.compute={compute}", *extra)
     batch = random_batch(small_spec(*options))
-    computed, gradients = compute_step(small_spec(*options, ON), batch)
-    expected, before = compute_step(small_spec(*options), batch)
+    computed, gradients = compute_step(small_spec(*options), batch)
+    expected, before = compute_step(small_spec(*options, OFF), batch)
     assert torch.equal(computed.loss, expected.loss)
     for name in before:
         assert torch.equal(gradients[name], before[name]), name
@@ -44,7 +44,7 @@ def test_every_gradient_of_a_step_keeps_its_bits(compute: str, extra: tuple[str,
 
 @pytest.mark.parametrize("extra", [(), ("passes.fuse-experts.enabled=true", "precision.compute=bf16")])
 def test_verify_proves_it_and_sees_a_planted_fault(extra: tuple[str, ...]) -> None:
-    report = verify_spec(small_spec(ON, *extra))
+    report = verify_spec(small_spec(*extra))
     assert report.ok
     (row,) = [row for row in report.rows if row.name == "accumulate-gradients"]
     assert (row.rewritten, row.output_difference, row.gradient_difference) == (4, 0.0, 0.0)
@@ -54,13 +54,13 @@ def test_verify_proves_it_and_sees_a_planted_fault(extra: tuple[str, ...]) -> No
 def test_the_sum_over_runs_of_tokens_is_left_to_the_runtime() -> None:
     layout = "layout={dp: 2, ep: 2, transport: padded, capacity: 2}"
     chunks = "passes.overlap-communication={mode: on, chunks: 2}"
-    record = compile_once(small_spec(layout, chunks, ON)).record("accumulate-gradients")
+    record = compile_once(small_spec(layout, chunks)).record("accumulate-gradients")
     assert record.count == 0
     assert "one grouped product" in record.notes["moe"]
 
 
 def test_nothing_else_may_write_and_no_buffer_is_written_twice() -> None:
-    unit = compile_once(small_spec(ON)).program.units["moe"]
+    unit = compile_once(small_spec()).program.units["moe"]
     module = unit.graphs["backward"]
     assert list(no_mutation(module)) == []
     rewriter = Rewriter(module, "mine")

@@ -71,7 +71,9 @@ def test_one_run_travels_while_the_experts_work_on_the_other(fused: bool) -> Non
         ("precision.compute=fp64",),
         pytest.param(("precision.compute=fp64", "layout.overflow=drop"), marks=pytest.mark.slow),
         ("precision.compute=fp32", "passes.fuse-experts.enabled=true", "passes.recompute.policy=full"),
-        ("precision.compute=fp64", "data.seq_len=9", "train.tokens_per_step=18"),  # 9 tokens: runs of 5 and 4
+        pytest.param(  # 9 tokens: runs of 5 and 4
+            ("precision.compute=fp64", "data.seq_len=9", "train.tokens_per_step=18"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_two_ranks_agree_with_the_block_that_is_whole(overrides: tuple[str, ...]) -> None:

@@ -40,7 +40,7 @@ def test_the_built_in_passes_run_in_the_documented_order() -> None:
     overlap = "overlap-communication: {mode: on, chunks: 2}"
     everything = (
         "layout={dp: 2, ep: 2, transport: padded}",
-        f"passes={{fuse-experts: {{enabled: true}}, accumulate-gradients: {{enabled: true}}, {overlap}}}",
+        f"passes={{fuse-experts: {{enabled: true}}, {overlap}}}",
     )
     low = ("precision.compute=bf16", "precision.mxfp8.experts=auto")  # one format at a time
     found = [p.name for p in passes_for(small_spec(*everything, *low))]
@@ -69,7 +69,7 @@ def test_a_pass_that_needs_the_joint_graph_runs_before_the_cut_without_saying_so
     with restored_registry():
         registry.register(pass_class("mine", "step", requires={"joint"}))
         names = [p.name for p in passes_for(small_spec())]
-    assert names[-3:] == ["recompute", "mine", "split-backward"]
+    assert names[-4:] == ["recompute", "accumulate-gradients", "mine", "split-backward"]
 
 
 def test_after_places_a_pass() -> None:
@@ -106,7 +106,7 @@ def test_a_requirement_that_was_switched_off_names_what_to_switch_on() -> None:
 def test_passes_switched_off_in_the_spec_do_not_run() -> None:
     spec = small_spec("passes.canonicalize.enabled=false", "passes.balance-losses.enabled=false")
     assert [p.name for p in passes_for(spec)] == [
-        "dispatch-experts", "split-pipeline", "recompute", "split-backward",
+        "dispatch-experts", "split-pipeline", "recompute", "accumulate-gradients", "split-backward",
     ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_the_region_is_one_operator_and_its_gradients_are_operators_of_their_own
     assert layer.count("expert_ffn") == 1
     assert not {"permute", "grouped_mm", "scale_rows"} & set(layer)
     backward = [str(n.target) for n in unit.graphs["backward"].graph.nodes if n.op == "call_function"]
-    for operator, count in (("expert_ffn_dgrad", 1), ("grouped_mm_wgrad", 2), ("grouped_mm_dgrad", 1)):
+    for operator, count in (("expert_ffn_dgrad", 1), ("grouped_mm_wgrad_add", 2), ("grouped_mm_dgrad", 1)):
         assert sum(f"moegraph.{operator}.default" == target for target in backward) == count
 
 

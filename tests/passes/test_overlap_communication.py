@@ -34,7 +34,7 @@ def test_shared_experts_run_while_rows_travel_in_both_directions() -> None:
         backward.index("moe.dispatch/grad.all_to_all_single"),
         backward.index("moe.dispatch_start/grad.wait_tensor"),
     )
-    assert backward[start + 1 : wait] == ["moe.down/grad.grouped_mm_wgrad", "moe.up/grad.grouped_mm_wgrad"]
+    assert backward[start + 1 : wait] == ["moe.down/grad.grouped_mm_wgrad_add", "moe.up/grad.grouped_mm_wgrad_add"]
 
 
 def test_collectives_keep_their_order_and_no_node_is_lost() -> None:

@@ -98,7 +98,7 @@ def ancestors_of(module: fx.GraphModule, role: str) -> set[fx.Node]:
 
 def test_backward_weight_holds_the_weight_gradients_of_the_experts() -> None:
     graph = compiled_case("plain").program.units["moe"].graphs["backward_weight"].graph
-    assert sum(node.target is torch.ops.moegraph.grouped_mm_wgrad.default for node in graph.nodes) == 2
+    assert sum(node.target is torch.ops.moegraph.grouped_mm_wgrad_add.default for node in graph.nodes) == 2
     assert not [node for node in graph.nodes if node.target is torch.ops.moegraph.grouped_mm_dgrad.default]
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config
 
 from moegraph.compiled import compile
+from moegraph.runtime.device import run_settings
 
 from .small_runs import Run, run, run_spec
 
@@ -58,8 +60,10 @@ def test_two_runs_in_two_processes_are_bitwise_equal(tokens: Path, tmp_path: Pat
 def test_the_settings_of_a_run_end_with_it(tokens: Path, tmp_path: Path) -> None:
     def settings() -> tuple[object, ...]:
         names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        return torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)
+        return torch.are_deterministic_algorithms_enabled(), config.deterministic, *map(os.environ.get, names)
 
     before = settings()
+    with run_settings(deterministic=True):
+        assert settings()[:2] == (True, True)
     run(run_spec(tmp_path, *SETTINGS), tokens)
     assert settings() == before

@@ -53,7 +53,7 @@ def goes_on_from(tokens: Path, folder: Path, step: int, *options: str) -> None:
 TWO = ("--nproc", "2", "--set", "layout.dp=2")
 
 
-@pytest.mark.parametrize("options", [(), TWO], ids=["one process", "two ranks"])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), TWO], ids=["one process", "two ranks"])
 def test_usr1_saves_and_term_saves_and_stops(tokens: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     process = start(tokens, tmp_path, *options)
     wait_for(process, lambda: trained(tmp_path) > 3, 60)

@@ -16,6 +16,7 @@ from moegraph.kernels import dgrad_swiglu, move_rows, rows_gemm, up_swiglu, wgra
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.kernels.tiles import tile_schedule, tile_schedule_reference
+from moegraph.kernels.zero_tail import zero_tail
 from tests.kernels.cases import Ragged, ragged, relative_error, routed
 
 SMALL = Config(16, 32, 16, num_warps=4, num_stages=2)
@@ -54,10 +55,26 @@ def poisoned(rows: Tensor, case: Ragged) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block_m", [16, 32])
-def test_the_schedule_is_that_of_the_reference(case: Ragged, block_m: int) -> None:
-    have = tile_schedule(case.offsets, case.rows, block_m)
-    for a, b in zip(have, tile_schedule_reference(case.offsets, case.rows, block_m), strict=True):
+@pytest.mark.parametrize("tail", [False, True])
+def test_the_schedule_is_that_of_the_reference(case: Ragged, block_m: int, tail: bool) -> None:
+    have = tile_schedule(case.offsets, case.rows, block_m, tail=tail)
+    for a, b in zip(have, tile_schedule_reference(case.offsets, case.rows, block_m, tail=tail), strict=True):
         assert torch.equal(a, b)
+    rows = case.rows if tail else case.rows - case.tail
+    assert int((have.last - have.first).clamp(0, block_m).sum()) == rows  # no work for rows that do not exist
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_rows_that_do_not_exist_become_zeros_and_no_others(
+    case: Ragged, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    outs = [torch.full((case.rows, *shape), 3.0).to(dtype) for _ in range(2)]
+    zero_tail(case.offsets, *outs)
+    for out in outs:
+        assert (out[: case.rows - case.tail].float() == 3).all()
+        assert (out[case.rows - case.tail :].float() == 0).all()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,116 @@
+"""The predicted time of a step: operations are those that are counted elsewhere, bytes are those that have to move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from moegraph.compiled import Compiled
+from moegraph.errors import UsageError
+from moegraph.graph.cost import forward_flops
+from moegraph.graph.kernel_cost import Kernel, Rows, kernels_of
+from moegraph.graph.machine import LINK, MACHINES, MEMORY
+from moegraph.graph.program import Program
+from moegraph.graph.step_cost import predict_step
+from tests.small_models import compile_once, small_spec
+
+B300 = MACHINES["B300"]
+
+
+def program_of(*overrides: str) -> Program:
+    compiled: Compiled = compile_once(small_spec("precision.compute=bf16", *overrides))
+    return compiled.program
+
+
+def rows_of(program: Program) -> Rows:
+    spec = program.spec
+    top_k = spec.model.moe.top_k if spec.model.moe else 0
+    return Rows(spec.sequences_per_microbatch * spec.data.seq_len * top_k, spec.layout.ep)
+
+
+def kernels(program: Program, kind: str, graph: str) -> list[Kernel]:
+    return kernels_of(program.units[kind].graphs[graph], B300, rows_of(program))
+
+
+@pytest.mark.parametrize("extra", [(), ("passes.fuse-experts.enabled=true",)])
+def test_forward_operations_are_those_that_utilisation_counts_and_backward_twice(extra: tuple[str, ...]) -> None:
+    program = program_of(*extra)
+    for kind in program.units:
+        forward = {k.kind: 0.0 for k in kernels(program, kind, "forward")}
+        backward = dict(forward)
+        for graph, found in (("forward", forward), ("backward", backward)):
+            for kernel in kernels(program, kind, graph):
+                found[kernel.kind] = found.get(kernel.kind, 0.0) + kernel.operations
+        assert sum(forward.values()) == forward_flops(program, kind)
+        for name in ("experts", "dense products"):
+            assert backward.get(name, 0.0) == 2 * forward.get(name, 0.0), (kind, name)
+        assert backward.get("attention", 0.0) == 2.5 * forward.get("attention", 0.0)
+
+
+def test_room_that_routing_does_not_fill_costs_nothing() -> None:
+    def step(capacity: int) -> float:
+        layout = f"layout={{dp: 2, ep: 2, transport: padded, capacity: {capacity}}}"
+        return predict_step(program_of(layout), "B300").compute
+
+    assert step(4) == pytest.approx(step(1), rel=0.02)
+
+
+def test_products_in_8_bits_take_half_the_time_and_their_casts_are_counted() -> None:
+    plain, cast = (program_of(f"precision.mxfp8.experts={on}", "model.moe.d_ff=32") for on in ("off", "on"))
+    for program, share in ((plain, 1.0), (cast, 0.5)):
+        for kernel in (k for k in kernels(program, "moe", "forward") if k.kind == "experts"):
+            compute = kernel.operations / (0.68 * 2250e12) * share
+            assert kernel.seconds == max(compute, kernel.moved / (MEMORY * 8e12))
+    assert predict_step(plain, "B300").blocks["moe", "forward"]["casts"] == 0
+    assert predict_step(cast, "B300").blocks["moe", "forward"]["casts"] > 0
+    assert ("moe", "prepare") in predict_step(cast, "B300").blocks
+
+
+@pytest.mark.parametrize("transport", ["exact", "padded", "direct"])
+def test_rows_for_other_ranks_take_their_time_on_the_link(transport: str) -> None:
+    program = program_of(f"layout={{dp: 4, ep: 4, transport: {transport}, capacity: 1.25}}")
+    spec, rows = program.spec, rows_of(program)
+    payload = rows.routed * spec.model.d_model * 2 * 3 / 4  # three of four rows leave
+    for graph in ("forward", "backward"):
+        sent = sum(k.sent for k in kernels(program, "moe", graph) if k.kind == "exchange")
+        assert 2 * payload <= sent < 2.3 * payload  # weights of rows and counts travel too
+        least = 2 * payload / (LINK * B300.link)
+        assert predict_step(program, "B300").blocks["moe", graph]["exchange"] >= least
+
+
+def test_what_is_fused_moves_its_ends_and_views_move_nothing() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    turned = graph.call_function(torch.ops.aten.transpose.int, (x, 0, 1))
+    a = graph.call_function(torch.ops.aten.exp.default, (turned,))
+    b = graph.call_function(torch.ops.aten.mul.Tensor, (a, a))
+    product = graph.call_function(torch.ops.aten.mm.default, (b, x))
+    c = graph.call_function(torch.ops.aten.add.Tensor, (product, 1.0))
+    graph.output((c,))
+    for node, shape in ((x, (8, 4)), (turned, (4, 8)), (a, (4, 8)), (b, (4, 8)), (product, (4, 4)), (c, (4, 4))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    module = fx.GraphModule({}, graph)
+    found = {kernel.nodes: kernel for kernel in kernels_of(module, B300, Rows(0, 1))}
+    assert found[a, b].moved == 4 * (32 + 32)  # x and b; a stays inside
+    assert found[c,].moved == 4 * (16 + 16)
+    assert found[product,].operations == 2 * 4 * 4 * 8
+    assert len(found) == 3
+
+
+def test_a_step_is_micro_batches_and_an_optimizer() -> None:
+    once, twice = (predict_step(program_of(f"layout.microbatches={n}"), "H200") for n in (1, 2))
+    assert once.seconds == once.compute + once.optimizer
+    assert twice.optimizer == once.optimizer
+    assert twice.tokens == once.tokens
+    bf16 = predict_step(program_of("train.optimizer.moments=bf16"), "H200")
+    assert bf16.optimizer < once.optimizer
+
+
+def test_what_cannot_be_predicted_is_refused() -> None:
+    with pytest.raises(UsageError, match="there are B300, H200"):
+        predict_step(program_of(), "A100")
+    with pytest.raises(UsageError, match="pp 1 only"):
+        predict_step(program_of("layout={pp: 2, microbatches: 2}"), "B300")
+    with pytest.raises(UsageError, match="fp64"):
+        predict_step(compile_once(small_spec("precision.compute=fp64")).program, "B300")
