@@ -199,7 +199,7 @@ def _beside(place: Path, tensors: dict[Segment, Tensor]) -> tuple[float, float]:
     """Mean seconds of a matrix product alone, and while a save is written in the background."""
     a = torch.ones(_SIDE, _SIDE)
     a @ a
-    alone = _products(a, lambda seconds: seconds > 2.0)
+    alone = _products(a, lambda seconds: seconds > 0.5)
     path = place / shard_name(0, 1)
     job = Job(path, tensors, background=True)
     beside = _products(a, lambda seconds: job.done)

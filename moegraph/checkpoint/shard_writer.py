@@ -7,10 +7,8 @@ beside its state. The background thread touches that copy, the file, and nothing
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from torch import Tensor
 from moegraph.checkpoint.file_writer import FileWriter
 from moegraph.checkpoint.names import Segment
 
-_NICE = 10  # of what writes in the background: a tenth of the share of a thread of 0
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
 
 
@@ -89,7 +86,7 @@ class Job:
         self._path, self._tensors = path, tensors
         self._thread: threading.Thread | None = None
         if background:
-            self._thread = threading.Thread(target=self._write_behind, daemon=True, name="write-checkpoint")
+            self._thread = threading.Thread(target=self._write, daemon=True, name="write-checkpoint")
             self._thread.start()
         else:
             self._write()
@@ -103,11 +100,6 @@ class Job:
         """Until it is done."""
         if self._thread is not None:
             self._thread.join()
-
-    def _write_behind(self) -> None:
-        with suppress(AttributeError, OSError):  # on Linux of this thread and those it starts: training comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        self._write()
 
     def _write(self) -> None:
         try:

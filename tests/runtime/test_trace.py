@@ -191,6 +191,7 @@ def test_calls_that_cannot_work_are_refused(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_trace_is_refused(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
     assert moegraph(["inspect", str(there), "--trace-hash", "--step", "1", "--save", str(file)]) == 0
