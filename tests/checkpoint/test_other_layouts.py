@@ -12,11 +12,15 @@ import torch
 from moegraph.checkpoint.names import CHECKPOINTS, step_name
 from moegraph.checkpoint.reader import Checkpoint
 from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank, whole
+from tests.parallel.steps import SEQ_LEN
 from tests.ranks import RankPool
 
 Layout = tuple[int, int, int]  # dp, ep, pp
 EVERY_DAY: list[Layout] = [(1, 1, 1), (2, 1, 1), (4, 4, 1), (2, 2, 2), (1, 1, 1)]
 MORE: list[Layout] = [(1, 1, 1), (4, 1, 1), (2, 2, 1), (4, 4, 1), (2, 1, 2), (4, 2, 1), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
+
+
+TWELVE_SEQUENCES = f"train.tokens_per_step={12 * SEQ_LEN}"  # for 1, 2, 3 and 4 ranks
 
 
 def go_on(ranks: RankPool, folder: Path, base: Path, layout: Layout, steps: int, *overrides: str, **more: Any) -> Ran:
@@ -35,12 +39,12 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
 
 
-def check_chain(ranks: RankPool, folder: Path, base: Path, layouts: list[Layout], **more: Any) -> None:
+def check_chain(ranks: RankPool, folder: Path, base: Path, layouts: list[Layout], *overrides: str) -> None:
     steps = len(layouts)
-    expected = go_on(ranks, folder / "one", base, (1, 1, 1), steps)
+    expected = go_on(ranks, folder / "one", base, (1, 1, 1), steps, *overrides)
     ids: dict[int, list[int]] = {}
     for step, layout in enumerate(layouts, 1):
-        ran = go_on(ranks, folder / "many", base, layout, step, **more)
+        ran = go_on(ranks, folder / "many", base, layout, step, *overrides)
         assert list(ran.ids) == [step], ran.ids
         ids.update(ran.ids)
     assert ids == expected.ids
@@ -62,6 +66,12 @@ def test_a_run_that_changes_its_layout_at_every_step(ranks: RankPool, tokens: Pa
     assert manifest.tensors[up].shape[0] == 4
     experts = state(tmp_path / "many", 4)[up]
     assert len({tuple(each.reshape(-1).tolist()) for each in experts}) == 4  # four experts, no two alike
+
+
+@pytest.mark.slow
+def test_three_ranks_go_on_from_four(ranks: RankPool, tokens: Path, tmp_path: Path) -> None:
+    """Parts of parameters that end nowhere near each other."""
+    check_chain(ranks, tmp_path, tokens, [(1, 1, 1), (2, 1, 1), (4, 1, 1), (3, 1, 1), (1, 1, 3)], TWELVE_SEQUENCES)
 
 
 @pytest.mark.slow
