@@ -7,6 +7,7 @@ with the other ranks and committing, is in `agree` and `model_state`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from moegraph.runtime.computed import Computed, Parts
 from moegraph.runtime.executor import Activations, Executor
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.runtime.mesh import SINGLE, Mesh
-from moegraph.runtime.pipeline import Pipeline
 from moegraph.specs.schema import Spec
 from moegraph.step.auxiliary import OUTPUTS, AuxiliaryRule
+
+if TYPE_CHECKING:
+    from moegraph.runtime.pipeline import Pipeline
 
 
 class StepComputer:
@@ -95,6 +98,8 @@ class StepComputer:
 
     def _the_pipeline(self) -> Pipeline:
         if self._pipeline is None:
+            from moegraph.runtime.pipeline import Pipeline  # torch's schedules take more than a second to import
+
             spec = self.spec
             tokens = spec.sequences_per_microbatch * spec.data.seq_len
             self._pipeline = Pipeline(

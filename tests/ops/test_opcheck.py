@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moegraph import ops
+from moegraph.benchmarks import balanced_routing as balanced_routing  # registers its operator
 from moegraph.ops.exchange import simulated
 
 from .op_cases import DOCUMENTS, DROPPED, HEADS, IDS, LABELS, D, E, F, K, T, V
@@ -76,6 +77,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "embedding_wgrad": (mg.embedding_wgrad, (*floats((3, D)), torch.tensor([0, 6, 6]), V), NO_GRADIENT),
     "attention": (mg.attention, (*floats(*HEADS, grad=True), DOCUMENTS, 2, 0.5), ALL),
     "attention_backward": (mg.attention_backward, attention_backward_arguments(), NO_GRADIENT),
+    "balanced_choice": (mg.balanced_choice, (*floats((T, E)), K), NO_GRADIENT),
     "choose_experts": (mg.choose_experts, (*floats((T, E)), K), NO_GRADIENT),
     "sort_by_expert": (mg.sort_by_expert, (IDS, E), NO_GRADIENT),
     "permute": (mg.permute, (*floats((T, D), grad=True), *DROPPED, K), ALL),
