@@ -25,7 +25,8 @@ from moegraph.benchmarks import floors
 from moegraph.benchmarks.blocks import Block, Fused, Routed, Separate
 from moegraph.benchmarks.candidate import Candidate
 from moegraph.benchmarks.inputs import Inputs, experts_with_rows, make_inputs, make_weights
-from moegraph.benchmarks.low_precision import PRECISIONS, Fp8
+from moegraph.benchmarks.low_precision import Fp8, Fp8Wgrad
+from moegraph.benchmarks.mxfp8_block import Mxfp8
 from moegraph.benchmarks.reference import Result, largest_difference, measure_errors, reference_bytes
 from moegraph.benchmarks.results import LayerReport, Timing
 from moegraph.benchmarks.shapes import Shape
@@ -34,6 +35,7 @@ from moegraph.runtime.device import choose_device, device_name
 
 GRAPH = ", CUDA graph"
 PASSES = ("forward", "forward_backward")
+PRECISIONS: dict[str, type[Fp8]] = {block.name: block for block in (Fp8, Fp8Wgrad, Mxfp8)}
 Report = Callable[[str], None]
 
 
@@ -56,7 +58,7 @@ def time_layer(
 
     Weights and x are of `dtype`, logits float32. `router` adds a row with router product and losses, `compiled` (by
     default on CUDA) runs moegraph's blocks through torch.compile, `graph` adds rows replayed as CUDA graphs (CUDA
-    only), `error` compares every row with float64. `precisions` adds rows of `low_precision.PRECISIONS` and times what
+    only), `error` compares every row with float64. `precisions` adds rows of `PRECISIONS` and times what
     they quantise alone; x and the weights must be bf16. `report` gets a line before what can take minutes.
     """
     device = choose_device("cuda") if device is None else device

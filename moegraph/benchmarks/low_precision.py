@@ -170,6 +170,3 @@ class Fp8Wgrad(Fp8):
 
     name = "fp8-wgrad"
     fp8_wgrad = True
-
-
-PRECISIONS: dict[str, type[Fp8]] = {block.name: block for block in (Fp8, Fp8Wgrad)}

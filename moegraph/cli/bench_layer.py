@@ -19,6 +19,8 @@ from moegraph.cli.output import print_json, say
 from moegraph.errors import RunError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from moegraph.benchmarks.results import LayerReport
 
 FAILED, WRONG = 1, 3
@@ -58,7 +60,7 @@ def layer_command(
     graph: Annotated[bool, typer.Option("--graph", help="Also replay moegraph's rows as CUDA graphs.")] = False,
     precision: Annotated[
         str,
-        typer.Option(help="bf16, fp8, fp8-wgrad, with commas between: rows beside bf16's; or mxfp8, --compile-only."),
+        typer.Option(help="bf16, fp8, fp8-wgrad, mxfp8, with commas between: rows beside bf16's."),
     ] = "bf16",
     compile_only: Annotated[
         bool, typer.Option("--compile-only", help="Compile the kernels of --precision mxfp8, run nothing.")
@@ -99,6 +101,8 @@ def layer_command(
     with redirect_stdout(sys.stderr):
         classes = load_peers(peers_file, _names(peers)) if peers_file else []
     where = choose_device(device)
+    if "mxfp8" in precisions and where.type == "cuda":
+        _has_mx_units(shapes, where)
     compiled = where.type == "cuda" if compile_ is None else compile_
     found: dict[str, LayerReport] = {}
     with compile_cache(device_name(where), inductor=compiled), quick_autotuning(where):
@@ -144,15 +148,25 @@ def _precisions(text: str, dtype: str, compile_only: bool, arch: str | None) -> 
     names = _names(text)
     unknown = [name for name in names if name not in ("bf16", "fp8", "fp8-wgrad", "mxfp8")]
     if unknown or not names:
-        raise UsageError(f"--precision {text}: bf16, fp8, fp8-wgrad, one or several with commas between, or mxfp8")
-    if ("mxfp8" in names) != compile_only or (compile_only and len(names) > 1):
-        raise UsageError("--precision mxfp8 goes with --compile-only and nothing else: it has not run on a Blackwell")
+        raise UsageError(f"--precision {text}: bf16, fp8, fp8-wgrad, mxfp8, one or several with commas between")
+    if compile_only and list(names) != ["mxfp8"]:
+        raise UsageError("--compile-only goes with --precision mxfp8 and nothing else")
     if arch is not None and not compile_only:
         raise UsageError("--arch goes with --compile-only")
     low = list(dict.fromkeys(name for name in names if name != "bf16"))
     if low and dtype != "bf16":
         raise UsageError(f"--precision {text} quantises bf16: it cannot go with --dtype {dtype}")
     return low
+
+
+def _has_mx_units(shapes: Mapping[str, Shape], device: torch.device) -> None:
+    """Raises UsageError where MXFP8 would be emulated: the time of that says nothing about MXFP8."""
+    from moegraph.ops.mx_mm import mx_backend
+
+    for name, shape in shapes.items():
+        backend, reason = mx_backend(shape.d_ff, shape.d_model, device)
+        if backend != "triton":
+            raise UsageError(f"--precision mxfp8, preset {name}: {reason}; --compile-only compiles its kernels")
 
 
 def _names(text: str | None) -> Sequence[str]:

@@ -40,6 +40,7 @@ def parts_for(capability: tuple[int, int], folder: Path, seconds: float = 600.0)
     """The parts for a device of this compute capability. The tuning table goes into `folder`."""
     native = capability[0] == 10
     low = "precision.mxfp8.experts=on" if native else "precision.fp8=rowwise"
+    formats = "mxfp8" if native else "fp8,fp8-wgrad"
 
     def mine(name: str, why: str, *command: str) -> Part:
         return Part(name, why, ("-m", "moegraph", *command))
@@ -58,7 +59,12 @@ def parts_for(capability: tuple[int, int], folder: Path, seconds: float = 600.0)
         Part("tests", "every test that needs a GPU", gpu_tests),
         Part("mxfp8", "MXFP8 here against emulation on the CPU", ("-m", "moegraph.benchmarks.mx_native")),
         mine("tune", "the fastest configurations of the kernels", *tune),
-        mine("layer", "one block, bf16 and 8 bits", *layer, f"--precision={'mxfp8' if native else 'fp8,fp8-wgrad'}"),
+        mine(
+            "layer",
+            "one block, bf16 and 8 bits",
+            *layer,
+            f"--precision={formats}",
+        ),
         mine("step", "a training step in bf16", "bench", "step", *_MODEL, "--json"),
         mine("step, 8 bits", "the same with experts in 8 bits", "bench", "step", *_MODEL, f"--set={low}", "--json"),
     ]

@@ -160,9 +160,9 @@ def test_a_layer_in_fp8_is_timed_with_its_casts_and_noise(moegraph: Moegraph) ->
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--precision", "fp4"], "--precision fp4: bf16, fp8, fp8-wgrad"),
-        (["--precision", "mxfp8"], "--precision mxfp8 goes with --compile-only"),
-        (["--precision", "bf16", "--compile-only"], "--precision mxfp8 goes with --compile-only"),
+        (["--precision", "fp4"], "--precision fp4: bf16, fp8, fp8-wgrad, mxfp8"),
+        (["--precision", "bf16", "--compile-only"], "--compile-only goes with --precision mxfp8"),
+        (["--precision", "mxfp8,fp8", "--compile-only"], "--compile-only goes with --precision mxfp8"),
         (["--precision", "fp8", "--arch", "sm_103"], "--arch goes with --compile-only"),
         (["--precision", "fp8", "--dtype", "fp32"], "it cannot go with --dtype fp32"),
         (["--precision", "mxfp8", "--compile-only", "--d-ff", "96"], "96 columns and a contraction over"),
