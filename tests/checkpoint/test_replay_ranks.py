@@ -27,6 +27,7 @@ def replays(rank: int, spec: Spec, base: Path, run: Path) -> Replay:
     return replay(spec, run, (3, 4), base=base, progress=progress, compiled=compiled, rank=rank, world=world)
 
 
+@pytest.mark.slow
 def test_all_ranks_find_the_same_steps_and_the_same_first_difference(
     ranks: RankPool, tokens: Path, tmp_path: Path
 ) -> None:

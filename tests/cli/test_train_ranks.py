@@ -90,6 +90,7 @@ def rank_of(launcher: int, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 def test_a_spec_that_one_rank_cannot_read_its_data_for_ends_both_with_one_reason(place: Path) -> None:
     process = start("train", *LAYOUT, "--set", "data.source=nowhere", "--nproc", "2")
     _, err = process.communicate(timeout=60)

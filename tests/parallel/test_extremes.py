@@ -53,6 +53,7 @@ def one_sided(rank: int, spec: Any) -> Outcome:
     return run_steps(rank, spec, 2, 0, 6.0, {"moe.router.bias": torch.tensor([60.0, 50.0, 0.0, 0.0])})
 
 
+@pytest.mark.slow
 def test_three_forced_replays_leave_everything_as_without_them(ranks: RankPool) -> None:
     """Every rung of a ladder of four is used, and biases, data and numbers are those of a run that needed none."""
     ladder = {"dp": 4, "ep": 4, "transport": "padded", "capacity": 1.0}

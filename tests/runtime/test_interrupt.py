@@ -80,6 +80,7 @@ def test_ctrl_c_while_it_trains(tokens: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_inductor_compiles_leaves_no_worker_and_nothing_that_a_later_run_trusts(
     tokens: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
 
-MANY = 12  # cases of one test from which on a spread of two in five runs every day, and all in `make test-all`
+MANY = 8  # cases of one test from which on a spread of two in five runs every day, and all in `make test-all`
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,6 +72,7 @@ def test_no_tokens_at_all() -> None:
     assert not rows.any()
 
 
+@pytest.mark.slow
 def test_more_ranks_and_experts_than_a_warp_has_lanes() -> None:
     case = {**CASES[0], "tokens": 2, "experts": 160, "k": 3}
     parts = planned(40, 10, CPU, **case)

@@ -163,6 +163,7 @@ def test_every_width_of_a_program_gives_the_same_bits(block_n: int, num_warps: i
             assert mismatch(a, b) == "", name
 
 
+@pytest.mark.slow
 def test_a_sweep_times_every_configuration_along_every_axis() -> None:
     sizes = {"rows": 4, "columns": 128, "num_experts": 1, "dtype": torch.float32}
     found = sweep_quantize(torch.device("cpu"), **sizes, configs=CONFIGS[:2], repeats=1)

@@ -83,6 +83,7 @@ def test_all_to_one_expert_or_to_none(value: int) -> None:
     check_sort(torch.full((51, 1), value, dtype=torch.int32), 5, Config(block_m=16))
 
 
+@pytest.mark.slow
 def test_blocks_of_the_default_size_and_the_most_experts() -> None:
     torch.manual_seed(0)
     assert sort_rows.default_block(200).block_m == 512
