@@ -108,6 +108,7 @@ def test_a_layer_needs_a_cuda_device_and_says_so(moegraph: Moegraph) -> None:
     assert "CUDA" in done.err
 
 
+@pytest.mark.slow
 def test_dispatch_between_two_ranks_is_timed_in_every_way_and_gives_the_same_bits() -> None:
     """Processes of their own: as from a shell."""
     sizes = ("--tokens", "32", "--d-model", "32", "--experts", "4", "--top-k", "2", "--repeats", "1")

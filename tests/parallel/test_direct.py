@@ -48,6 +48,7 @@ def test_steps_are_bitwise_those_of_padded(ranks: RankPool, layout: dict[str, An
     assert direct.replays == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_computed_again_with_more_room(ranks: RankPool) -> None:
     """A buffer holds what its rank's peers together may send, so it overflows later than a bucket, but it does."""
     layout: dict[str, Any] = {"dp": 2, "ep": 2, "transport": "direct"}

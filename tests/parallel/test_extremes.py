@@ -36,7 +36,9 @@ def test_ranks_without_a_token_and_sequences_of_uneven_length(ranks: RankPool) -
 
 
 @pytest.mark.parametrize(
-    "layout", [{**TWO, "transport": "padded"}, {**PIPELINE, "transport": "padded"}], ids=["ep", "pp"]
+    "layout",
+    [{**TWO, "transport": "padded"}, pytest.param({**PIPELINE, "transport": "padded"}, marks=pytest.mark.slow)],
+    ids=["ep", "pp"],
 )
 def test_all_tokens_to_one_expert_is_one_replay_and_then_equal(ranks: RankPool, layout: dict[str, Any]) -> None:
     """A start where the first two experts get everything: both lie on one rank."""
@@ -100,7 +102,9 @@ def run_steps_one_sided_drop(rank: int, spec: Any) -> Outcome:
     return run_steps(rank, spec, 1, 0, 6.0, {"moe.router.bias": torch.tensor([60.0, 50.0, 0.0, 0.0])})
 
 
-@pytest.mark.parametrize(("over", "layers"), [("micro_batch", "sum"), ("global_batch", "mean")])
+@pytest.mark.parametrize(
+    ("over", "layers"), [pytest.param("micro_batch", "sum", marks=pytest.mark.slow), ("global_batch", "mean")]
+)
 def test_balance_losses_over_more_than_a_sequence(ranks: RankPool, over: str, layers: str) -> None:
     """`micro_batch` is the same where the micro-batches are; `global_batch` under any layout that may have it."""
     balance = f"model.moe.balance={{definition: switch, over: {over}, layers: {layers}, coef: 0.1, z_coef: 0.01}}"

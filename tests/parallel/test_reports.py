@@ -78,6 +78,7 @@ def test_a20_an_expert_that_one_rank_never_meets_has_a_gradient_of_zero_and_nobo
     assert gradient[:2].abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_a23_a_deep_pipeline_with_sequences_of_different_length_ends(ranks: RankPool) -> None:
     (expected,) = ranks.run(1, run_steps, layout_spec(), 1)
     found = ranks.run(4, run_steps, layout_spec(pp=4, microbatches=8), 1)[0]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._inductor import config
 
@@ -44,6 +45,7 @@ def test_two_runs_in_one_process_are_bitwise_equal_and_another_seed_is_not(token
     assert not same(first, run(run_spec(tmp_path / "3", *SETTINGS, "train.seed=1"), tokens, graphs))
 
 
+@pytest.mark.slow
 def test_two_runs_in_two_processes_are_bitwise_equal(tokens: Path, tmp_path: Path) -> None:
     here = run(run_spec(tmp_path / "here", *SETTINGS), tokens)
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "there"), str(tokens), *SETTINGS]

@@ -69,6 +69,7 @@ def test_all_tokens_on_one_expert_leave_the_others_exactly_zero_gradients() -> N
         assert gradients[name].isfinite().all()
 
 
+@pytest.mark.slow
 def test_equal_tokens_are_ties_and_recomputing_routes_them_the_same() -> None:
     """a38: a batch of one token repeated, under each policy of recomputation."""
     results = []
