@@ -43,6 +43,8 @@ def step_command(
 
     name = find_spec(spec)
     loaded = load_spec(name, set_ or ())
+    if balanced and loaded.model.moe is None:
+        raise UsageError("--balanced has no effect: this model has no experts")
     ranks = this_rank(loaded.layout.world, nproc)
     if ranks is None:
         options = [f"--set={each}" for each in set_ or ()] + ["--json"] * json

@@ -214,3 +214,13 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(
     assert done.status == 1
     assert "has not the room for two times 4 GiB" in done.err
     assert moegraph("bench", "checkpoint", tmp_path / "nowhere").status == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"), [("--balanced", "has no effect: this model has no experts"), ("--kernels=3", "needs a GPU")]
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels can be listed here")
+def test_options_of_a_step_that_would_do_nothing_are_refused(moegraph: Moegraph, option: str, sentence: str) -> None:
+    done = moegraph("bench", "step", "presets/tiny-dense.yaml", option)
+    assert done.status == 2
+    assert sentence in done.err
