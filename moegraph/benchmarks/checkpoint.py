@@ -3,8 +3,10 @@
     disk       the bytes written from memory with plain writes, and flushed: the rate that a save is held against
     save       the shard file of a checkpoint of as many bytes: written, hashed and flushed
     load       opened and read into memory, with and without the hashes compared; not in the system's memory before
-    copy       what `mode: async` holds a training step up for: the copy in host memory, made once and used again
-    beside     a training step's arithmetic (matrix products on all threads) alone, and while a save goes on behind it
+    copy       of the state to host memory with `mode: async`, into memory that is made once and used again: a CPU's
+               training waits for it, a GPU's goes on meanwhile as far as the next commit
+    beside     steps of matrix products, on all threads of a CPU or on the GPU, alone and while a save goes on behind
+               them: each ends with what a commit waits for, and with a read by the host
 
 Each is the least of `rounds` turns, disk and save in turn, since a disk's rate changes.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,18 +34,22 @@ from moegraph.checkpoint.piece_hash import PIECE
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.checkpoint.shard_writer import HostCopy, Job, Written, write_shard
 from moegraph.errors import RunError
+from moegraph.runtime.device import device_name
 
+_CPU = torch.device("cpu")
 _PARTS = 24  # tensors: masters and both moments of a few parameters
-_SIDE = 1024  # of the matrices of the step beside a save
+_SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied beside a save
+_STEP = {"cpu": 0.05, "cuda": 0.5}  # seconds of products to a step, about
 
 
 @dataclass(frozen=True)
 class CheckpointTiming:
-    """Seconds. `bytes`: of the checkpoint; `step` and `step_beside`: of a matrix product, alone and while a save is
-    written in the background."""
+    """Seconds. `bytes`: of the checkpoint; `device`: of the state that is copied and of the steps; `step`: of matrix
+    products alone; `step_beside` and `step_longest`: the mean and the longest while a save is written behind them."""
 
     bytes: int
     threads: int
+    device: str
     disk: float
     save: float
     load: float
@@ -50,6 +57,7 @@ class CheckpointTiming:
     copy: float
     step: float
     step_beside: float
+    step_longest: float
 
     @property
     def save_share(self) -> float:
@@ -63,7 +71,7 @@ class CheckpointTiming:
 
     @property
     def stall_share(self) -> float:
-        """How long an asynchronous save holds the training up, as a share of one that is not."""
+        """How long the copy for an asynchronous save takes, as a share of a save that is not."""
         return self.copy / self.save
 
     def to_json(self) -> dict[str, Any]:
@@ -72,8 +80,11 @@ class CheckpointTiming:
         return {**asdict(self), **shares}
 
 
-def time_checkpoint(folder: Path, size: int, rounds: int, progress: Callable[[str], None]) -> CheckpointTiming:
-    """Writes and reads `size` bytes in a folder of its own below `folder`, `rounds` times, and removes them.
+def time_checkpoint(
+    folder: Path, size: int, rounds: int, progress: Callable[[str], None], device: torch.device = _CPU
+) -> CheckpointTiming:
+    """Writes and reads `size` bytes in a folder of its own below `folder`, `rounds` times, and removes them. State and
+    steps beside a save are on `device`.
 
     Raises RunError where they do not fit, twice.
     """
@@ -87,13 +98,16 @@ def time_checkpoint(folder: Path, size: int, rounds: int, progress: Callable[[st
             progress(f"turn {turn} of {rounds}")
             _turn(place, tensors, best)
         progress("saving beside matrix products")
-        best["copy"] = _copy(tensors, rounds)
-        best["step"], best["step_beside"] = _beside(place, tensors)
+        state = {segment: tensor.to(device) for segment, tensor in tensors.items()}
+        copy = HostCopy()
+        best["copy"] = _copy(copy, state, rounds)
+        best.update(_beside(place, copy, state, device))
     except OSError as error:
         raise RunError(f"{place} cannot be written to or read ({error.strerror or error})") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return CheckpointTiming(sum(t.nbytes for t in tensors.values()), torch.get_num_threads(), **best)
+    total, name = sum(tensor.nbytes for tensor in tensors.values()), device_name(device)
+    return CheckpointTiming(total, torch.get_num_threads(), name, **best)
 
 
 def _tensors(size: int) -> dict[Segment, Tensor]:
@@ -184,35 +198,43 @@ def _forget(path: Path) -> None:
         os.close(handle)
 
 
-def _copy(tensors: dict[Segment, Tensor], rounds: int) -> float:
-    copy = HostCopy()
-    copy.take(tensors)  # makes it
+def _copy(copy: HostCopy, state: dict[Segment, Tensor], rounds: int) -> float:
     best = float("inf")
-    for _ in range(rounds):
+    for turn in range(rounds + 1):
         began = time.perf_counter()
-        copy.take(tensors)
-        best = min(best, time.perf_counter() - began)
+        copy.begin(state)
+        copy.wait()
+        if turn:  # the first makes its memory
+            best = min(best, time.perf_counter() - began)
     return best
 
 
-def _beside(place: Path, tensors: dict[Segment, Tensor]) -> tuple[float, float]:
-    """Mean seconds of a matrix product alone, and while a save is written in the background."""
-    a = torch.ones(_SIDE, _SIDE)
-    a @ a
-    alone = _products(a, lambda seconds: seconds > 0.5)
-    path = place / shard_name(0, 1)
-    job = Job(path, tensors, background=True)
-    beside = _products(a, lambda seconds: job.done)
+def _beside(place: Path, copy: HostCopy, state: dict[Segment, Tensor], device: torch.device) -> dict[str, float]:
+    """Seconds of steps alone, and while a save is written in the background."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a = torch.ones(_SIDE[device.type], _SIDE[device.type], device=device, dtype=dtype)
+
+    def step(products: int) -> float:
+        began = time.perf_counter()
+        for _ in range(products):
+            b = a @ a
+        copy.hold()
+        b[0, 0].item()
+        return time.perf_counter() - began
+
+    step(3)
+    products = max(1, round(3 * _STEP[device.type] / min(step(3) for _ in range(3))))
+    alone = [step(products) for _ in range(max(2, round(1 / _STEP[device.type])))]
+    path, beside = place / shard_name(0, 1), []
+    job = None
+    while job is None or not job.done:
+        began = time.perf_counter()
+        if job is None:
+            job = Job(path, copy.begin(state), background=True, ready=copy.wait)
+        step(products)
+        beside.append(time.perf_counter() - began)
     job.wait()
     path.unlink()
     if job.error is not None:
         raise job.error
-    return alone, beside
-
-
-def _products(a: Tensor, done: Callable[[float], bool]) -> float:
-    began, count = time.perf_counter(), 0
-    while not done(time.perf_counter() - began) or not count:
-        a @ a
-        count += 1
-    return (time.perf_counter() - began) / count
+    return {"step": fmean(alone), "step_beside": fmean(beside), "step_longest": max(beside)}

@@ -41,6 +41,7 @@ class Saver:
         self.options, self.engine, self.mesh, self.note = options, engine, engine.mesh, note
         self.root = run_folder / CHECKPOINTS
         self._copy = HostCopy()
+        engine.before_commit = self._copy.hold
         self._job: Job | None = None
         self._step = 0
         self._content: dict[str, Any] = {}
@@ -48,7 +49,8 @@ class Saver:
     def save(self, step: int, content: dict[str, Any]) -> None:
         """Saves the state as it is now; `content` is what the manifest says of it, on rank 0. Collective.
 
-        With `mode: async` it returns when the state has been copied.
+        With `mode: async` it returns when the state has been copied to host memory; from a GPU, at once, and the next
+        commit waits for the copy.
         """
         self.finish()
         self._step, self._content = step, content
@@ -62,9 +64,9 @@ class Saver:
                 self._begin(int(size))
         background = self.options.mode == "async"
         if background or self.engine.device.type != "cpu":
-            tensors = self._copy.take(tensors)
+            tensors = self._copy.begin(tensors)
         path = self._partial / shard_name(self.mesh.rank, self.mesh.world)
-        self._job = Job(path, tensors, background=background)
+        self._job = Job(path, tensors, background=background, ready=self._copy.wait)
         if not background:
             self.finish()
 

@@ -21,6 +21,7 @@ from moegraph.cli.output import print_table, say
 from moegraph.errors import UsageError
 
 LIMIT = 3600.0  # seconds that a part may take
+TUNE_SECONDS = 600.0  # over all kernels and shapes
 KEPT = 40_000  # characters of what a part prints
 _MODEL = ["presets/olmo3-47b.yaml", "--set=model.num_layers=4", "--set=model.moe.num_experts=16"]
 _MODEL += ["--set=layout={dp: 1, ep: 1, transport: exact}", "--set=train.tokens_per_step=16384"]
@@ -36,7 +37,7 @@ class Part:
     command: tuple[str, ...]
 
 
-def parts_for(capability: tuple[int, int], folder: Path, seconds: float = 600.0) -> list[Part]:
+def parts_for(capability: tuple[int, int], folder: Path, tune_seconds: float = TUNE_SECONDS) -> list[Part]:
     """The parts for a device of this compute capability. The tuning table goes into `folder`."""
     native = capability[0] == 10
     low = "precision.mxfp8.experts=on" if native else "precision.fp8=rowwise"
@@ -52,7 +53,7 @@ def parts_for(capability: tuple[int, int], folder: Path, seconds: float = 600.0)
         gpu_tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(tests))
     else:
         gpu_tests = ("-c", "raise SystemExit('no tests here: run from a checkout of moegraph, with pytest')")
-    tune = ("bench", "tune", "--preset=A,C,D,wide", f"--seconds={seconds:g}", f"--output={table}", "--json")
+    tune = ("bench", "tune", "--preset=A,C,D,wide", f"--seconds={tune_seconds:g}", f"--output={table}", "--json")
     layer = ("bench", "layer", "--preset=A,wide", "--backward", "--graph", "--json")
     return [
         mine("doctor", "versions, devices, kernels, disk", "doctor", "--json"),
@@ -115,7 +116,7 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def doctor_bring_up(output: Path, only: Sequence[str]) -> bool:
+def doctor_bring_up(output: Path, only: Sequence[str], tune_seconds: float = TUNE_SECONDS) -> bool:
     """The bring-up of this machine's first GPU, or those of its parts that `only` names. Raises UsageError without a
     GPU, for a part that there is not, and for a report that cannot be written."""
     import torch
@@ -129,7 +130,7 @@ def doctor_bring_up(output: Path, only: Sequence[str]) -> bool:
     output = output.absolute()
     if not os.access(output.parent, os.W_OK):
         raise UsageError(f"{output.parent} cannot be written")
-    parts = parts_for(torch.cuda.get_device_capability(), output.parent)
+    parts = parts_for(torch.cuda.get_device_capability(), output.parent, tune_seconds)
     unknown = [name for name in only if name not in [part.name for part in parts]]
     if unknown:
         raise UsageError(f"no part {unknown[0]!r}: there are {', '.join(part.name for part in parts)}")

@@ -59,6 +59,9 @@ def doctor_command(
     part: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="With --bring-up: only this part. Repeatable.")
     ] = None,
+    tune_seconds: Annotated[
+        float | None, typer.Option(min=1, metavar="S", help="With --bring-up: how long to tune. Default: 600.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --bring-up: the report.")
     ] = None,
@@ -77,10 +80,11 @@ def doctor_command(
         refuse(
             spec=spec, set=set_, kernels=kernels, arch=arch, preset=preset, json=json, because="no part of --bring-up"
         )
-        from moegraph.cli.bring_up import doctor_bring_up
+        from moegraph.cli.bring_up import TUNE_SECONDS, doctor_bring_up
 
-        return 0 if doctor_bring_up(output or Path("bring-up.json"), part or ()) else FAILED
-    refuse(part=part, output=output, because="goes with --bring-up")
+        found = doctor_bring_up(output or Path("bring-up.json"), part or (), tune_seconds or TUNE_SECONDS)
+        return 0 if found else FAILED
+    refuse(part=part, tune_seconds=tune_seconds, output=output, because="goes with --bring-up")
     if kernels:
         if spec is not None or set_:
             raise UsageError("doctor --kernels takes a shape by --preset; `moegraph inspect SPEC --kernels` a spec's")

@@ -83,6 +83,7 @@ class Engine:
         self.replays = 0
         self.overlap = _overlap_of(spec)
         self.signals = Signals()
+        self.before_commit: Callable[[], None] = lambda: None  # whoever still reads the state has it wait for that
         self.overlap_seconds: dict[str, float] = {}  # of a compute phase, where several ways were measured
         self._built: dict[tuple[int, Overlap], tuple[Executor, StepComputer]] = {}
         self._use(0)
@@ -122,6 +123,7 @@ class Engine:
 
     def commit(self, agreed: Agreed, lr: float) -> None:
         """Moves parameters, moments and biases by the step that was computed."""
+        self.before_commit()
         with during("gathering parameters"):
             self.state.commit(self.gradients, agreed.norm, lr, agreed.counts_on_device)
         for executor, _ in self._built.values():

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from moegraph.data.loader import StepBatch
 from moegraph.errors import CheckpointError, RunError
 from moegraph.runtime.agree import Agreed
 from moegraph.runtime.engine import Engine
+from moegraph.runtime.model_state import ModelState
 from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank
 from tests.ranks import RankPool
 
@@ -240,14 +241,34 @@ def test_a_step_that_is_not_finite_loses_no_checkpoint_that_was_being_written(
     assert saved(tmp_path) == [1, 2]
 
 
+def test_no_step_is_committed_before_it_waits_for_the_copy(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    hold, begin, commit = HostCopy.hold, HostCopy.begin, ModelState.commit
+
+    def said(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            happened.append(name)
+            return original(*args)
+
+        return call
+
+    monkeypatch.setattr(HostCopy, "hold", said("hold", hold))
+    monkeypatch.setattr(HostCopy, "begin", said("copy", begin))
+    monkeypatch.setattr(ModelState, "commit", said("commit", commit))
+    train_rank(0, run_spec(tmp_path, "checkpoint.mode=async", "train.steps=3"), tokens)
+    assert happened == ["hold", "commit", "copy"] * 3
+
+
 def test_the_copy_in_host_memory_is_made_once() -> None:
     copy = HostCopy()
     tensors = {Segment("master.a", 0, 5): torch.arange(5.0), Segment("exp_avg.a", 0, 5): torch.ones(5).bfloat16()}
-    first = copy.take(tensors)
+    first = copy.begin(tensors)
     places = {segment: tensor.data_ptr() for segment, tensor in first.items()}
     for tensor in tensors.values():
         tensor.add_(1)
     assert all(not torch.equal(first[segment], tensor) for segment, tensor in tensors.items())
-    second = copy.take(tensors)
+    second = copy.begin(tensors)
     assert {segment: tensor.data_ptr() for segment, tensor in second.items()} == places
     assert all(torch.equal(second[segment], tensor) for segment, tensor in tensors.items())

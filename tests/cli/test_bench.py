@@ -200,7 +200,8 @@ def test_a_checkpoint_is_timed_and_removed(tmp_path: Path, moegraph: Moegraph) -
     assert found["verify_more"] == pytest.approx(found["load_verified"] / found["load"] - 1)
     assert found["stall_share"] == pytest.approx(found["copy"] / found["save"])
     assert found["step"] > 0
-    assert found["step_beside"] > 0
+    assert found["step_longest"] >= found["step_beside"] > 0
+    assert found["device"].startswith("CPU")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,6 +215,9 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(
     assert done.status == 1
     assert "has not the room for two times 4 GiB" in done.err
     assert moegraph("bench", "checkpoint", tmp_path / "nowhere").status == 2
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = moegraph("bench", "checkpoint", tmp_path, "--device", "cuda")
+    assert (done.status, "torch sees no CUDA device" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(
