@@ -11,6 +11,7 @@ from moegraph.kernels.chips import Card
 from moegraph.kernels.cross_entropy import cross_entropy_backward_launch, cross_entropy_launch
 from moegraph.kernels.direct_plan import base_launch, destination_launch
 from moegraph.kernels.direct_rows import put_rows_launch, send_back_launch, sum_slots_launch, take_rows_launch
+from moegraph.kernels.embedding_grad import embedding_grad_launch
 from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.launch import Launch
@@ -119,6 +120,14 @@ def cross_entropy_launches(
     loss = torch.empty(tokens, dtype=torch.float32, device="meta")
     yield "cross_entropy", cross_entropy_launch(logits, labels, loss, loss)
     yield "cross_entropy_backward", cross_entropy_backward_launch(loss, None, logits, labels, loss, logits)
+
+
+def embedding_grad_launches(*, tokens: int, vocab_size: int, d_model: int) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of the gradient of an embedding from bf16, on meta tensors."""
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    grad = torch.empty(tokens, d_model, dtype=torch.bfloat16, device="meta")
+    into = torch.empty(vocab_size, d_model, dtype=torch.float32, device="meta")
+    yield "embedding_grad", embedding_grad_launch(grad, ids, ids, into)
 
 
 def payload_launches(

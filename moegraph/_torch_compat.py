@@ -44,6 +44,22 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.ops.aten._grouped_mm.default(a, b, offsets)  # type: ignore[no-any-return]
 
 
+def mm_into(into: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """a [M, K] · b [K, N] on CUDA, written to or added to `into` [M, N], of their dtype or, for bfloat16, float32.
+
+    Overloads by name: `torch.mm` and `torch.addmm` take `out_dtype` and `out` together in no documented way.
+    """
+    if into.dtype == a.dtype:
+        if accumulate:
+            torch.addmm(into, a, b, out=into)
+        else:
+            torch.mm(a, b, out=into)
+    elif accumulate:
+        torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
+    else:
+        torch.ops.aten.mm.dtype_out(a, b, into.dtype, out=into)
+
+
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Causal cuDNN attention of q, k, v [B, H, S, Dh] plus an optional additive bias [B, 1, S, S].
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from moegraph._torch_compat import OpOverload
 from moegraph.graph.names import display_name
-from moegraph.ops.registry import ACCUMULATIONS, COMMUNICATION
+from moegraph.ops.registry import ADDING, COMMUNICATION
 
 COMMUNICATION_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem"})
 _EXCHANGES = frozenset(
@@ -57,7 +57,7 @@ def is_mutating(node: fx.Node) -> bool:
 
 def is_accumulation(node: fx.Node) -> bool:
     """Whether the node adds a weight gradient to a gradient buffer."""
-    return node.target in ACCUMULATIONS.values()
+    return node.target in ADDING
 
 
 def is_random(node: fx.Node) -> bool:

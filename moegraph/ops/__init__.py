@@ -42,7 +42,7 @@ from moegraph.ops.dispatch import (
     rows_per_rank,
     unpack_rows,
 )
-from moegraph.ops.embedding import embedding, embedding_wgrad
+from moegraph.ops.embedding import embedding, embedding_wgrad, embedding_wgrad_add
 from moegraph.ops.exchange import EXPERT_GROUP, all_to_all_start, all_to_all_wait, exact_exchange
 from moegraph.ops.expert_bias import add_bias, add_expert_bias, expert_bias_wgrad
 from moegraph.ops.expert_ffn import expert_ffn, expert_ffn_dgrad
@@ -55,6 +55,7 @@ from moegraph.ops.grouped_mm import (
     grouped_mm_wgrad_add,
 )
 from moegraph.ops.linear import linear, router_logits
+from moegraph.ops.linear_wgrad import linear_wgrad_add
 from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
@@ -73,6 +74,7 @@ from moegraph.ops.quantize_blocks import fp8_quantize_blocks
 from moegraph.ops.quantize_fp8 import fp8_quantize_columns_t, fp8_quantize_rows
 from moegraph.ops.registry import (
     ACCUMULATIONS,
+    ADDING,
     COMMUNICATION,
     NEVER_RECOMPUTE,
     OPERATORS,
@@ -86,6 +88,7 @@ from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tok
 
 __all__ = [
     "ACCUMULATIONS",
+    "ADDING",
     "COMMUNICATION",
     "EXPERT_GROUP",
     "NEVER_RECOMPUTE",
@@ -119,6 +122,7 @@ __all__ = [
     "drop_overflow",
     "embedding",
     "embedding_wgrad",
+    "embedding_wgrad_add",
     "exact_exchange",
     "expert_bias_wgrad",
     "expert_counts",
@@ -140,6 +144,7 @@ __all__ = [
     "grouped_mm_wgrad_add",
     "join_tokens",
     "linear",
+    "linear_wgrad_add",
     "merge_heads",
     "mx_decode",
     "mx_dequantize",

@@ -34,6 +34,28 @@ def _(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return grad.new_empty(vocab_size, grad.shape[1])
 
 
+@torch.library.custom_op("moegraph::embedding_wgrad_add", mutates_args=("into",))
+def embedding_wgrad_add(into: Tensor, keep: Tensor, grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """`embedding_wgrad` added to `into` [V, D] where `keep` [1] int32 is not 0, else written there. `keep` lives on the
+    host, which knows it. On CUDA the sum is not rounded to the dtype of grad first, and rows that no token has are not
+    touched. Returns an empty tensor, by which a graph says that this has been done."""
+    accumulate = bool(keep)
+    if grad.is_cuda:
+        from moegraph.kernels import embedding_grad
+
+        embedding_grad.embedding_grad_into(grad, ids.reshape(-1), into, accumulate=accumulate)
+    elif accumulate:
+        into.add_(embedding_wgrad(grad, ids, vocab_size))
+    else:
+        into.copy_(embedding_wgrad(grad, ids, vocab_size))
+    return into.new_empty(0)
+
+
+@embedding_wgrad_add.register_fake
+def _(into: Tensor, keep: Tensor, grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    return into.new_empty(0)
+
+
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ids, weight = inputs
     ctx.save_for_backward(ids)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moegraph.ops import block_experts as block_experts
+from moegraph.ops import linear_wgrad as linear_wgrad  # registers what ADDING names
 from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
@@ -68,7 +69,7 @@ from moegraph.ops.tokens import join_tokens, scaled_sum, sigmoid_gate, split_tok
 _mg = torch.ops.moegraph
 
 # Nothing but a parameter's gradient depends on these, so a schedule may put them off. The weight gradients of
-# `linear` and `router_logits` are plain aten.mm and are found by what depends on them.
+# `linear` and `router_logits` are plain aten.mm at first and are found by what depends on them.
 WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
     {
         _mg.embedding_wgrad.default,
@@ -79,9 +80,14 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
     }
 )
 
-# Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments). The only operators in
-# a graph that write to an argument.
-ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default}
+# Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments).
+ACCUMULATIONS: dict[Any, Any] = {
+    _mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default,
+    _mg.embedding_wgrad.default: _mg.embedding_wgrad_add.default,
+}
+
+# The only operators in a graph that write to an argument, their first one: those, and what does it for linear layers.
+ADDING: frozenset[Any] = frozenset({*ACCUMULATIONS.values(), _mg.linear_wgrad_add.default})
 
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.

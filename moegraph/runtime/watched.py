@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from moegraph.graph.collectives import is_unfinished
 from moegraph.graph.program import Instance, Port, ports
-from moegraph.ops.registry import ACCUMULATIONS
+from moegraph.ops.registry import ADDING
 from moegraph.runtime.bind import BoundGraph, bind_device
 from moegraph.runtime.engine import Engine
 from moegraph.runtime.executor import Executor
@@ -118,13 +118,10 @@ class _Interpreter(fx.Interpreter):
         value = super().run_node(n)
         if n.op != "output":
             values = _tensors(value)
-            if n.target in _ACCUMULATIONS:
+            if n.target in ADDING:
                 values.append(self.env[n.args[0]])  # type: ignore[index]
             self._see(self.call, n, self._ports.get(n.name), values)
         return value
-
-
-_ACCUMULATIONS = frozenset(ACCUMULATIONS.values())
 
 
 def _tensors(value: Any) -> list[Tensor]:

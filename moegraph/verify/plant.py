@@ -28,11 +28,12 @@ def plant_fault(
         return None
     rewriter = Rewriter(module, "planted fault")
     node = next(n for n in rewriter.graph.nodes if display_name(n) == target)
-    users = list(node.users)
-    if node.meta["val"].numel() == 0:  # its result says only that it is done: what it works on is made wrong
-        users, node = [node], next(a for a in reversed(node.all_input_nodes) if a.op != "placeholder" and _is_float(a))
+    users, before = list(node.users), node.next
+    if node.meta["val"].numel() == 0:  # its result says only that it is done: what it adds to a buffer is made wrong
+        users, before = [node], node
+        node = next(a for a in reversed(node.all_input_nodes) if a is not node.args[0] and _is_float(a))
     operator = ops.scale if name == "layer" else torch.ops.aten.mul.Tensor
-    wrong = rewriter.call_before(node.next, f"{target}.wrong", operator, node, factor)
+    wrong = rewriter.call_before(before, f"{target}.wrong", operator, node, factor)
     facts(wrong).update(layer=target, direction=facts(node).get("direction", "forward"))
     for user in users:
         user.replace_input_with(node, wrong)

@@ -12,7 +12,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from moegraph.kernels.activation import Activation
 from moegraph.kernels.adamw import adamw_launch
-from moegraph.kernels.catalogue import cross_entropy_launches, exchange_launches, launches
+from moegraph.kernels.catalogue import cross_entropy_launches, embedding_grad_launches, exchange_launches, launches
 from moegraph.kernels.chips import CHIPS, Card
 from moegraph.kernels.compiled import build, compile_launch
 from moegraph.kernels.config import default_config
@@ -89,6 +89,12 @@ def test_what_is_bound_by_memory_does_not_spill(name: str) -> None:
 def test_the_loss_of_a_large_vocabulary_does_not_spill(capability: int, dtype: torch.dtype) -> None:
     for _, launch in cross_entropy_launches(tokens=16384, vocab_size=100352, dtype=dtype):
         assert compile_launch(launch, capability).fits
+
+
+@pytest.mark.parametrize("capability", CHIPS_TODAY)
+def test_the_gradient_of_an_embedding_does_not_spill(capability: int) -> None:
+    ((_, launch),) = embedding_grad_launches(tokens=16384, vocab_size=100352, d_model=4096)
+    assert compile_launch(launch, capability).fits
 
 
 @pytest.mark.parametrize("capability", CHIPS_TODAY)

@@ -241,3 +241,27 @@ def test_cross_entropy_of_bfloat16_logits_never_waits_for_the_device() -> None:
     want = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-5)
     assert relative_error(grad, torch.autograd.grad(want.sum(), exact)[0]) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_weight_gradients_of_linear_layers_and_embeddings_are_added_unrounded_and_nothing_waits(
+    dtype: torch.dtype, keep: int
+) -> None:
+    torch.manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad, rows = (torch.randn(1500, width, device="cuda").to(dtype) for width in (264, 136))
+    ids = torch.randint(0, 50, (1500,), device="cuda")
+    flag = torch.tensor([keep], dtype=torch.int32)
+    start, table = torch.randn(264, 136, device="cuda", dtype=wide), torch.randn(70, 264, device="cuda", dtype=wide)
+    into, summed, again = start.clone(), table.clone(), table.clone()
+    ops.embedding_wgrad_add(again, flag, grad, ids, 70)  # compiles it
+    with no_host_sync():
+        ops.linear_wgrad_add(into, flag, grad, rows)
+        ops.embedding_wgrad_add(summed, flag, grad, ids, 70)
+    bound = {torch.bfloat16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-14}[dtype]
+    assert relative_error(into, keep * start.double() + grad.double().t() @ rows.double()) < bound
+    want = torch.zeros(70, 264, device="cuda", dtype=torch.float64).index_add_(0, ids, grad.double())
+    assert relative_error(summed, keep * table.double() + want) < bound
+    assert torch.equal(summed, again)
+    assert torch.equal(summed[50:], keep * table[50:])

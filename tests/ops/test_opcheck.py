@@ -92,6 +92,16 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
         (*floats((E, 3, D)), torch.ones(1, dtype=torch.int32), *floats((ROWS, 3), (ROWS, D)), OFFSETS),
         NO_GRADIENT,
     ),
+    "linear_wgrad_add": (
+        mg.linear_wgrad_add,
+        (*floats((F, D)), torch.ones(1, dtype=torch.int32), *floats((T, F), (T, D))),
+        NO_GRADIENT,
+    ),
+    "embedding_wgrad_add": (
+        mg.embedding_wgrad_add,
+        (*floats((9, D)), torch.zeros(1, dtype=torch.int32), *floats((T, D)), torch.arange(T) % 9, 9),
+        NO_GRADIENT,
+    ),
     "expert_ffn": (mg.expert_ffn, (*experts(), False), ALL),
     "expert_ffn_dgrad": (mg.expert_ffn_dgrad, experts_backward_arguments(), NO_GRADIENT),
     "expert_bias_wgrad": (mg.expert_bias_wgrad, (*floats((T * K, D)), OFFSETS), NO_GRADIENT),

@@ -82,6 +82,7 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
 def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     listed = {f.__name__ for f in ops.OPERATORS}
     gradients = {"attention_backward", "cross_entropy_backward", "embedding_wgrad", "gather_weights_backward"}
+    gradients |= {"embedding_wgrad_add", "linear_wgrad_add"}
     gradients |= {
         "grouped_mm_dgrad",
         "grouped_mm_wgrad",
@@ -94,7 +95,7 @@ def test_registry_lists_every_callable_and_only_registered_overloads() -> None:
     helpers = {"attention_backend", "bucket_capacity", "grouped_mm_backend", "flops", "Facts"}
     helpers |= {"mx_quantize", "mx_dequantize"}
     constants = {"ACCUMULATIONS", "OPERATORS", "WEIGHT_GRADIENTS", "NEVER_RECOMPUTE", "COMMUNICATION", "EXPERT_GROUP"}
-    constants |= {"SCALED_PRODUCTS"}
+    constants |= {"SCALED_PRODUCTS", "ADDING"}
     assert listed == set(ops.__all__) - gradients - helpers - constants
     assert {facts.cost for facts in ops.OPERATORS.values()} == {"matmul", "gather", "pointwise"}
     for facts in ops.OPERATORS.values():
