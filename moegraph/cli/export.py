@@ -94,4 +94,4 @@ def _tokenizer(trained: Trained) -> tuple[RunTokenizer | None, list[str]]:
     try:
         return read_tokenizer(trained.spec.data.source, Path.cwd(), trained.data_fingerprint), []
     except DataError as error:
-        return None, [f"no tokenizer is written: {error}"]
+        return None, [f"no tokenizer is written, for want of the run's data in {Path.cwd()}: {error}"]

@@ -9,7 +9,7 @@ from typing import Any
 from moegraph.errors import ExportError
 from moegraph.export.canonical import canonical
 from moegraph.export.names import Names, Published, published_tensors
-from moegraph.export.rules import Rules, misfits
+from moegraph.export.rules import REQUIRED, Rules, misfits
 from moegraph.specs.schema.model import Model
 
 QWEN_NAMES = Names()  # what most of them call things
@@ -28,6 +28,11 @@ class Architecture:
     names: Names = QWEN_NAMES
     note: Callable[[Model], str] = lambda model: ""
 
+    @property
+    def experts(self) -> bool:
+        """Whether it has experts."""
+        return self.rules["moe"] is REQUIRED
+
     def misfits(self, model: Model) -> list[str]:
         """What of a model it does not compute, a sentence each; nothing if it is this architecture."""
         return misfits(canonical(model), self.rules)
@@ -45,7 +50,8 @@ class Architecture:
 def choose(model: Model, table: Sequence[Architecture], name: str | None = None) -> Architecture:
     """The first architecture of the table that computes exactly this model, or the one called `name`.
 
-    Raises ExportError naming, for the nearest architectures or for that one, what does not fit.
+    Raises ExportError naming what does not fit: of each architecture the first, the nearest one before the others, or
+    everything of the one that was named.
     """
     if name is not None:
         return _named(model, table, name)
@@ -53,9 +59,11 @@ def choose(model: Model, table: Sequence[Architecture], name: str | None = None)
     for architecture, problems in found:
         if not problems:
             return architecture
-    found.sort(key=lambda each: len(each[1]))  # the nearest first
-    lines = [f"    {each.name}: {problems[0]}{_more(problems[1:])}" for each, problems in found]
-    raise ExportError("no published architecture computes this model:\n" + "\n".join(lines))
+    near = [each for each in found if each[0].experts == (model.moe is not None)]
+    near.sort(key=lambda each: len(each[1]))
+    lines = [f"    {each.name}: {problems[0]}{_more(len(problems) - 1)}" for each, problems in near]
+    text = "\n".join(["no published architecture computes this model:", *lines])
+    raise ExportError(f"{text}\n    --architecture NAME lists all that does not fit one of them")
 
 
 def _named(model: Model, table: Sequence[Architecture], name: str) -> Architecture:
@@ -70,8 +78,5 @@ def _named(model: Model, table: Sequence[Architecture], name: str) -> Architectu
     raise ExportError(f"--architecture {name}: there is no such one; known: {known}")
 
 
-def _more(problems: Sequence[str]) -> str:
-    if not problems:
-        return ""
-    paths = ", ".join(each.split(" is ")[0].removeprefix("model.") for each in problems)
-    return f"; nor do {paths} fit" if len(problems) > 1 else f"; nor does {paths}"
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count else ""

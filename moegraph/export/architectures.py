@@ -220,20 +220,20 @@ MIXTURES = (
         _flex_olmo,
     ),
     Architecture(
-        "dots1", "Dots1ForCausalLM",
-        {
-            **EXPERTS, **ONE_BIAS_FLAG, "attention.head_dim": FREE, "attention.qk_norm": only("per_head"),
-            "attention.window": window(every_layer=False), **DEEPSEEK_ROUTER,
-        },
-        _dots1, Names(shared="mlp.shared_experts", select_bias=CORRECTION),
-    ),
-    Architecture(
         "glm4_moe", "Glm4MoeForCausalLM",
         {
             **EXPERTS, "attention.head_dim": FREE, "attention.qk_norm": only("none", "per_head"),
             "attention.qkv_bias": FREE, "attention.rope.fraction": ROTARY_FRACTION, **DEEPSEEK_ROUTER,
         },
         _glm4_moe, Names(shared="mlp.shared_experts", select_bias=CORRECTION),
+    ),
+    Architecture(
+        "dots1", "Dots1ForCausalLM",
+        {
+            **EXPERTS, **ONE_BIAS_FLAG, "attention.head_dim": FREE, "attention.qk_norm": only("per_head"),
+            "attention.window": window(every_layer=False), **DEEPSEEK_ROUTER,
+        },
+        _dots1, Names(shared="mlp.shared_experts", select_bias=CORRECTION),
     ),
     Architecture(
         "minimax_m2", "MiniMaxM2ForCausalLM",

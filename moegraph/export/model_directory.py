@@ -1,8 +1,9 @@
 """Writes a trained model as a Hugging Face model directory.
 
-    config.json, generation_config.json            the architecture, every value explicit; the token that ends a text
-    model.safetensors, or shards with an index      the weights under their published names
-    tokenizer.json, tokenizer_config.json           of the data that the model was trained on
+    config.json                                 the architecture, every value explicit
+    model.safetensors, or shards with an index  the weights under their published names
+    tokenizer.json, tokenizer_config.json       of the data that the model was trained on, if they are still there
+    generation_config.json                      the token that ends a text, then
 
 Contract: the directory is written aside and renamed, so it is whole or absent, and a folder that holds anything is
 refused. It is renamed only after the hashes of what was read have been compared.
@@ -81,9 +82,10 @@ def write_model(
     tensors = list(architecture.tensors(model))
     eos = tokenizer.eos_id if tokenizer is not None else None
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
-    _write_json(folder / "config.json", {**architecture.config(model), "dtype": dtype, **ids})
-    _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    both = {"dtype": dtype, "torch_dtype": dtype}  # loaders know it by one name or the other
+    _write_json(folder / "config.json", {**architecture.config(model), **both, **ids})
     if tokenizer is not None:
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
         write_file(folder / "tokenizer.json", tokenizer.content)
         _write_json(folder / "tokenizer_config.json", tokenizer.config(model.max_seq_len))
     return Exported(write_weights(folder, tensors, read, DTYPES[dtype], max_shard_bytes, tick), len(tensors))

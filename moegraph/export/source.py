@@ -69,7 +69,7 @@ def find_trained(path: Path, step: int | None = None) -> Trained:
             there = ", ".join(map(str, steps)) or "none"
             raise ExportError(f"--step {step}: {path} has no checkpoint of it; there are: {there}")
         return _from_checkpoint(steps[step])
-    checkpoint, final = newest(path / CHECKPOINTS), path / WEIGHTS
+    checkpoint, final = newest(path / CHECKPOINTS) or newest(path), path / WEIGHTS
     if final.exists() or final.is_symlink():
         finished = _final_step(final)
         if checkpoint is None or (parse_step(checkpoint.name.partition(".")[0]) or 0) < finished:

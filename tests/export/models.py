@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moegraph.export.source import Read
 from moegraph.graph.program import Port
 from moegraph.lowering import lower
 from moegraph.specs import Spec
@@ -135,6 +136,11 @@ def random_values(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
         base = 1.0 if parameter.init == "ones" else 0.0
         found[name] = base + torch.randn(parameter.global_shape, generator=generator) * spread
     return found
+
+
+def reader(values: Mapping[str, Tensor]) -> Read:
+    """What `write_model` reads with."""
+    return lambda name, start, count: values[name].reshape(-1)[start : start + count].clone()
 
 
 def some_tokens(seed: int = 1) -> Tensor:
