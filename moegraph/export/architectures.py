@@ -75,12 +75,15 @@ def _minimax_m2(model: Model) -> dict[str, Any]:
 
 
 def _deepseek_experts(model: Model) -> dict[str, Any]:
-    d_ff, dense = s.experts_of(model).d_ff, {"first_k_dense_replace": len(dense_layers(model))}
-    counts = {"moe_intermediate_size": d_ff, "n_shared_experts": shared_width(model) // d_ff, **dense}
+    moe = s.experts_of(model)
     return {
-        **counts,
+        "moe_intermediate_size": moe.d_ff,
+        "n_shared_experts": shared_width(model) // moe.d_ff,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": len(dense_layers(model)),
+        "output_router_logits": False,
         **s.dense_width(model),
-        **s.routed(model, "n_routed_experts"),
         **s.normed(model),
         **s.grouped(model),
     }

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moegraph.checkpoint.manifest import read_manifest
 from moegraph.checkpoint.names import Segment, shard_name
 from moegraph.checkpoint.shard_writer import write_shard
 from moegraph.cli import run as run_command
@@ -74,6 +75,9 @@ def test_a28_the_expert_bias_of_a_resumed_run_is_exported_to_the_bit(run: Path, 
     assert manifests == [0, 1]
     resumed, through = whole(STEPS / "step-000002"), whole(Path("runs/whole/checkpoints/step-000002"))
     assert same(resumed, through)
+    small, through_all = (read_manifest(Path(f"runs/{name}/checkpoints/step-000002")) for name in ("small", "whole"))
+    assert small.numbers.expert_counts == through_all.numbers.expert_counts
+    assert small.counters == through_all.counters
     bias = resumed["buffer.layers.1.moe.select_bias"]
     assert bias.abs().max() > 0
     assert not torch.equal(bias, whole(STEPS / "step-000001")["buffer.layers.1.moe.select_bias"])
