@@ -7,22 +7,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraph.cli.options import Json
+from moegraph.cli.options import Json, refuse
 from moegraph.cli.output import Status, print_json, say
-from moegraph.errors import DataError, ExportError
+from moegraph.errors import DataError, ExportError, UsageError
 
 if TYPE_CHECKING:
+    from moegraph.export.architecture import Architecture
+    from moegraph.export.model_directory import Exported
     from moegraph.export.source import Trained
     from moegraph.export.tokenizer import RunTokenizer
+    from moegraph.specs import Spec
 
 
 def export_command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or of one of its checkpoints.")
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|SPEC",
+            help="The folder of a run, or of one of its checkpoints; with --check also a spec.",
+        ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="The folder to write; absent or empty.")
-    ],
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="The folder to write; absent or empty.")
+    ] = None,
     step: Annotated[
         int | None, typer.Option("--step", help="The checkpoint of this step; default: the newest.")
     ] = None,
@@ -34,8 +41,12 @@ def export_command(
         str | None, typer.Option("--dtype", help="bfloat16 or float32; default: what the model was trained in.")
     ] = None,
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", help="Gigabytes of weights in one file.", min=1e-6, max=1e6)
-    ] = 5.0,
+        float | None,
+        typer.Option("--max-shard-gb", help="Gigabytes of weights in one file; default: 5.", min=1e-6, max=1e6),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say which architecture it is; exit status 3 if it is none.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a trained model for transformers and others: config, weights under their published names, tokenizer.
@@ -43,40 +54,33 @@ def export_command(
     The published architecture is found from the spec; where none computes exactly this model, that is said and nothing
     is written.
     """
+    if check:
+        unused = "is for writing a model, and --check writes none"
+        refuse(output=output, dtype=dtype, max_shard_gb=max_shard_gb, because=unused)
+        _check(run, step, architecture, json)
+        return
+    if output is None:
+        raise UsageError("-o DIR is missing: name the folder to write, or use --check")
     from moegraph.export.architecture import choose
     from moegraph.export.architectures import ARCHITECTURES
     from moegraph.export.model_directory import DTYPES, check_new, default_dtype, export_trained
     from moegraph.export.source import find_trained
+    from moegraph.export.writer import DEFAULT_SHARD_BYTES
 
     if dtype is not None and dtype not in DTYPES:
         raise ExportError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    limit = DEFAULT_SHARD_BYTES if max_shard_gb is None else int(max_shard_gb * 1e9)
     check_new(output)
-    trained = find_trained(run, step)
+    trained = find_trained(Path(run), step)
     chosen = choose(trained.spec.model, ARCHITECTURES, architecture)
-    dtype = dtype or default_dtype(trained)
+    dtype = dtype or default_dtype(trained.spec)
     tokenizer, notes = _tokenizer(trained)
     notes += [note for note in [chosen.note(trained.spec.model)] if note]
-    with Status() as status:
-        limit = int(max_shard_gb * 1e9)
-        written = export_trained(
-            trained, chosen, output, dtype=dtype, tokenizer=tokenizer, max_shard_bytes=limit, tick=status
-        )
+    with Status() as tick:
+        written = export_trained(trained, chosen, output, dtype, tokenizer, limit, tick)
     if json:
-        print_json(
-            {
-                "output": str(output),
-                "architecture": chosen.name,
-                "model_class": chosen.model_class,
-                "source": str(trained.path),
-                "step": trained.step,
-                "verified": trained.verified,
-                "dtype": dtype,
-                "tensors": written.tensors,
-                "files": written.files,
-                "tokenizer": tokenizer is not None,
-                "notes": notes,
-            }
-        )
+        about = {"dtype": dtype, "tokenizer": tokenizer is not None, "notes": notes}
+        print_json({"output": str(output), **_facts(chosen, trained, written), **about})
         return
     for note in notes:
         say(f"note: {note}")
@@ -85,6 +89,46 @@ def export_command(
     checked = "hashes compared" if trained.verified else "final weights, which have no hash"
     print(f"{output}: {chosen.model_class}, step {trained.step}, {dtype}, {what}")
     print(f"from {trained.path} ({checked})")
+
+
+def _facts(chosen: Architecture, trained: Trained, written: Exported) -> dict[str, object]:
+    return {
+        "architecture": chosen.name,
+        "model_class": chosen.model_class,
+        "source": str(trained.path),
+        "step": trained.step,
+        "verified": trained.verified,
+        "tensors": written.tensors,
+        "files": written.files,
+    }
+
+
+def _check(name: str, step: int | None, architecture: str | None, json: bool) -> None:
+    """Says which architecture a spec or a run is. Raises ExportError with exit status 3 if it is none."""
+    from moegraph.export.architecture import choose
+    from moegraph.export.architectures import ARCHITECTURES
+
+    spec = _spec(name, step)
+    try:
+        chosen = choose(spec.model, ARCHITECTURES, architecture)
+    except ExportError as error:
+        raise ExportError(str(error), exit_code=3) from error
+    if json:
+        print_json({"architecture": chosen.name, "model_class": chosen.model_class})
+    else:
+        print(f"{name}: {chosen.model_class} ({chosen.name})")
+
+
+def _spec(name: str, step: int | None) -> Spec:
+    from moegraph.artifact_names import REPORT_NAME
+    from moegraph.cli.sources import find_spec, load
+
+    if Path(name).is_dir() and not (Path(name) / REPORT_NAME).is_file():
+        from moegraph.export.source import find_trained
+
+        return find_trained(Path(name), step).spec
+    refuse(step=step, because="is of a run, and this is a spec")
+    return load(find_spec(name), None).spec
 
 
 def _tokenizer(trained: Trained) -> tuple[RunTokenizer | None, list[str]]:

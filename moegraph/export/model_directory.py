@@ -28,11 +28,11 @@ from moegraph.errors import ExportError
 from moegraph.export.architecture import Architecture
 from moegraph.export.source import Read, Trained
 from moegraph.export.tokenizer import RunTokenizer
-from moegraph.export.writer import write_weights
+from moegraph.export.writer import DEFAULT_SHARD_BYTES, write_weights
+from moegraph.specs import Spec
 from moegraph.specs.schema.model import Model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,15 @@ class Exported:
     tensors: int
 
 
-def default_dtype(trained: Trained) -> str:
+def default_dtype(spec: Spec) -> str:
     """What the graphs of the model read: bfloat16 where it was trained in that, else float32."""
-    return "bfloat16" if trained.spec.precision.compute == "bf16" else "float32"
+    return "bfloat16" if spec.precision.compute == "bf16" else "float32"
 
 
 def export_trained(
     trained: Trained,
     architecture: Architecture,
     folder: Path,
-    *,
     dtype: str,
     tokenizer: RunTokenizer | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,

@@ -153,9 +153,10 @@ def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file, whose header the library has checked: sizes, places, no gap, at most 100 MB."""
     try:
         os.close(open_file(path))  # a regular file and no link
-        with safe_open(path, framework="pt") as file:
-            yield file
+        opened = safe_open(path, framework="pt")
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror or error}", exit_code=1) from error
     except SafetensorError as error:
         raise ExportError(f"{path} is damaged: {str(error)[:200]}", exit_code=1) from error
+    with opened as file:
+        yield file

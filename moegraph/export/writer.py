@@ -26,6 +26,7 @@ from moegraph.export.names import Published
 from moegraph.export.source import Read
 
 CHUNK = 1 << 24  # elements
+DEFAULT_SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 

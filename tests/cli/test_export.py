@@ -172,9 +172,13 @@ def test_damaged_weights_leave_no_directory(run: Path, moegraph: Moegraph) -> No
     assert not list(Path().glob("*out*"))
 
 
+@pytest.mark.parametrize("final", [False, True])
 def test_weights_that_cannot_be_written_leave_no_directory(
-    run: Path, moegraph: Moegraph, monkeypatch: pytest.MonkeyPatch
+    run: Path, moegraph: Moegraph, monkeypatch: pytest.MonkeyPatch, final: bool
 ) -> None:
+    if final:
+        shutil.rmtree(STEPS)
+
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -273,3 +277,18 @@ def test_without_its_data_a_run_is_exported_without_a_tokenizer_and_that_is_said
     assert "no tokenizer is written" in done.err
     assert not Path("out/tokenizer.json").exists()
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] is None
+
+
+def test_whether_a_model_can_be_exported_is_known_before_it_is_trained(run: Path, moegraph: Moegraph) -> None:
+    for what in ("moegraph.yaml", run, STEPS / "step-000001"):
+        done = moegraph("export", what, "--check")
+        assert (done.status, done.out) == (0, f"{what}: Glm4MoeForCausalLM (glm4_moe)\n"), done.err
+    done = moegraph("export", "presets/tiny.yaml", "--check")
+    assert (done.status, done.out) == (3, "")
+    assert "no published architecture computes this model" in done.err
+    assert moegraph("export", "presets/tiny-dense.yaml", "--check", "--json").json["architecture"] == "qwen3"
+    assert moegraph("export", run, "--check", "--architecture", "olmoe").status == 3
+    assert moegraph("export", run, "--check", "-o", "out").status == 2
+    done = moegraph("export", run)
+    assert (done.status, "-o" in done.err) == (2, True)
+    assert not Path("out").exists()

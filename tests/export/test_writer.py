@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moegraph.export.architecture import choose
 from moegraph.export.architectures import ARCHITECTURES
-from moegraph.export.model_directory import write_model
+from moegraph.export.model_directory import default_dtype, write_model
 from moegraph.export.names import in_turns
 from tests.export.models import random_values, reader, spec_of
 
@@ -58,3 +58,8 @@ def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
     files = {path.name: list(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))}
     assert files[f"model-00001-of-{len(files):05d}.safetensors"] == ["model.embed_tokens.weight"]
     assert len(files) > 4
+
+
+@pytest.mark.parametrize(("compute", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float32")])
+def test_the_dtype_is_what_the_graphs_of_the_model_read(compute: str, dtype: str) -> None:
+    assert default_dtype(spec_of("mixtral", f"precision.compute={compute}")) == dtype
