@@ -49,10 +49,10 @@ def export_command(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write a trained model for transformers and others: config, weights under their published names, tokenizer.
+    """Write a trained model as a Hugging Face model directory.
 
-    The published architecture is found from the spec; where none computes exactly this model, that is said and nothing
-    is written.
+    It holds config, weights under their published names, and tokenizer. The published architecture is found from the
+    spec; where none computes exactly this model, that is said and nothing is written.
     """
     if check:
         unused = "is for writing a model, and --check writes none"

@@ -62,7 +62,7 @@ def choose(model: Model, table: Sequence[Architecture], name: str | None = None)
     near = [each for each in found if each[0].experts == (model.moe is not None)]
     near.sort(key=lambda each: len(each[1]))
     lines = [f"    {each.name}: {problems[0]}{_more(len(problems) - 1)}" for each, problems in near]
-    text = "\n".join(["no published architecture computes this model:", *lines])
+    text = "\n".join(["none of the published architectures that can be written computes this model:", *lines])
     raise ExportError(f"{text}\n    --architecture NAME lists all that does not fit one of them")
 
 
