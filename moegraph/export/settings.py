@@ -42,6 +42,7 @@ def base(model: Model) -> Settings:
         "initializer_range": model.init.std,
         "use_cache": True,
         "rope_theta": rope.theta,
+        "rope_scaling": None,  # older loaders of gpt-oss scale unless they are told not to
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
     }
 

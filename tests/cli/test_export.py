@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moegraph import compiled
 from moegraph.checkpoint.manifest import read_manifest
 from moegraph.checkpoint.names import Segment, shard_name
 from moegraph.checkpoint.shard_writer import write_shard
 from moegraph.cli import run as run_command
 from moegraph.data.tokenizer import load_tokenizer
-from tests.checkpoint.small_checkpoints import flip_bit, rewrite, whole
+from tests.checkpoint.small_checkpoints import compiled_for, flip_bit, rewrite, whole
 from tests.export.models import load_theirs
 
 from .conftest import SMALL, Moegraph
@@ -42,7 +43,8 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "moegraph.yaml").write_text(glm_spec(), encoding="utf-8")
     prepare_tokens(folder / "tokens")
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "compile", compiled_for)  # one model, compiled once
         assert run_command(["train", "--set", "train.output_dir=runs/whole"]) == 0
         assert run_command(["train", "--set", "train.steps=1"]) == 0
         assert run_command(["train"]) == 0

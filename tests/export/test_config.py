@@ -12,7 +12,7 @@ from moegraph.export.architectures import ARCHITECTURES
 from tests.export.models import MODELS, spec_of
 
 # Of older versions and of other loaders; a class takes them without naming them, and the logits tests see that it does.
-TOLERATED = {"architectures", "model_type", "rope_theta", "partial_rotary_factor", "head_dim"}
+TOLERATED = {"architectures", "model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}
 ALSO = {
     "qwen3_moe": {"max_window_layers"},
     "ernie4_5_moe": {"attention_dropout"},

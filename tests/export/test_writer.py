@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from moegraph.export.architecture import choose
 from moegraph.export.architectures import ARCHITECTURES
 from moegraph.export.model_directory import default_dtype, write_model
 from moegraph.export.names import in_turns
-from tests.export.models import random_values, reader, spec_of
+from moegraph.lowering import lower
+from tests.export.models import MODELS, random_values, reader, spec_of
 
 
 def test_no_more_than_a_chunk_or_one_expert_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +60,18 @@ def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
     files = {path.name: list(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))}
     assert files[f"model-00001-of-{len(files):05d}.safetensors"] == ["model.embed_tokens.weight"]
     assert len(files) > 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_element_of_a_model_is_written_once(name: str) -> None:
+    spec = spec_of(name)
+    times = {name: torch.zeros(each.numel, dtype=torch.uint8) for name, each in lower(spec).parameters.items()}
+    for tensor in choose(spec.model, ARCHITECTURES).tensors(spec.model):
+        if tensor.source is not None:
+            size = math.prod(tensor.piece) * tensor.count
+            assert size == tensor.numel
+            times[tensor.source][tensor.start : tensor.start + size] += 1
+    assert all(bool((each == 1).all()) for each in times.values())
 
 
 @pytest.mark.parametrize(("compute", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float32")])
