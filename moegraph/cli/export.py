@@ -75,7 +75,8 @@ def export_command(
     chosen = choose(trained.spec.model, ARCHITECTURES, architecture)
     dtype = dtype or default_dtype(trained.spec)
     tokenizer, notes = _tokenizer(trained)
-    notes += [note for note in [chosen.note(trained.spec.model)] if note]
+    notes += [chosen.note(trained.spec.model), chosen.tokenizer_note if tokenizer is not None else ""]
+    notes = [note for note in notes if note]
     with Status() as tick:
         written = export_trained(trained, chosen, output, dtype, tokenizer, limit, tick)
     if json:

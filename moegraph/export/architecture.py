@@ -18,8 +18,8 @@ QWEN_NAMES = Names()  # what most of them call things
 @dataclass(frozen=True)
 class Architecture:
     """A published architecture: its `model_type`, its class in transformers, which models it computes (`rules`), what
-    config.json says of them, and what it calls their tensors. `note`, if it says something: what the user should know
-    of a model that is written so."""
+    config.json says of them, and what it calls their tensors. `note` and, where a tokenizer is written too,
+    `tokenizer_note`: what the user should know of a model that is written so, if anything."""
 
     name: str
     model_class: str
@@ -27,6 +27,7 @@ class Architecture:
     settings: Callable[[Model], dict[str, Any]]
     names: Names = QWEN_NAMES
     note: Callable[[Model], str] = lambda model: ""
+    tokenizer_note: str = ""
 
     @property
     def experts(self) -> bool:

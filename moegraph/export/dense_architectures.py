@@ -56,6 +56,7 @@ DENSE_ARCHITECTURES = (
     Architecture(
         "qwen2", "Qwen2ForCausalLM",
         {**DENSE, "attention.qkv_bias": only(True), "attention.window": window(every_layer=False)}, _qwen2,
+        tokenizer_note="AutoTokenizer gives every qwen2 Qwen's own tokenizer: load this with PreTrainedTokenizerFast",
     ),
     Architecture(
         "qwen3", "Qwen3ForCausalLM",

@@ -158,3 +158,11 @@ def test_the_settings_of_a_model_are_those_that_the_rules_were_written_for() -> 
     deeper = {path for path in found if path.startswith("model.attention.window.rope.")}
     expected = {*whole, *(f"{path}.{name}" for path, names in known.items() for name in names)} - {"model.dense"}
     assert found - deeper == expected
+
+
+def test_what_is_filled_in_is_said() -> None:
+    gpt_oss = next(each for each in ARCHITECTURES if each.name == "gpt_oss")
+    whole = gpt_oss.note(spec_of("gpt_oss").model)
+    assert whole.endswith("they are -1e9, which takes nothing")
+    bare = spec_of("gpt_oss", "model.moe.expert_bias=false", f"{R}.gate_bias=false").model
+    assert gpt_oss.note(bare) == f"{whole}; biases of the experts and the router's bias are zeros"
