@@ -137,6 +137,18 @@ class CheckpointError(MoegraphError):
         self.exit_code = exit_code
 
 
+class ExportError(MoegraphError):
+    """A model that cannot be written in another format: no published architecture computes it, or its files are not
+    there or cannot be written (`exit_code` 1)."""
+
+    exit_code = 2
+    code = "MG402"
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class RunError(MoegraphError):
     """A run that started and could not go on."""
 

@@ -9,7 +9,9 @@ import torch
 from moegraph.checkpoint.rank_tensors import kept_tensors, whole_tensors
 from moegraph.checkpoint.reader import Checkpoint
 from moegraph.errors import CheckpointError
+from moegraph.graph.program import Program
 from moegraph.runtime.engine import Engine
+from moegraph.specs.schema import Spec
 
 
 @torch.no_grad()
@@ -20,7 +22,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, files: Sequence[str] = ()) -
     Raises CheckpointError if the checkpoint is of another model, having changed nothing, and if a file is damaged: the
     state is then not to be used.
     """
-    _check_same_tensors(engine, checkpoint)
+    check_same_tensors(engine.program, engine.spec, checkpoint)
     kept = kept_tensors(engine.state, engine.program, engine.mesh)
     with checkpoint.verified(files, kept) as read:
         for segment in checkpoint.in_file_order(kept):
@@ -32,8 +34,9 @@ def restore(engine: Engine, checkpoint: Checkpoint, files: Sequence[str] = ()) -
         engine.start_at_capacity(counters.capacity)
 
 
-def _check_same_tensors(engine: Engine, checkpoint: Checkpoint) -> None:
-    here, there = whole_tensors(engine.program, engine.spec), checkpoint.manifest.tensors
+def check_same_tensors(program: Program, spec: Spec, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError (exit status 2) for a checkpoint whose tensors are not those of this model."""
+    here, there = whole_tensors(program, spec), checkpoint.manifest.tensors
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             shown = [f"{each.dtype} {each.shape}" if each else "nothing" for each in (there.get(name), here.get(name))]

@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from moegraph.cli import bench, checkpoint, compare, compile_, data, doctor, init, inspect_, schema, train, verify
+from moegraph.cli import (
+    bench,
+    checkpoint,
+    compare,
+    compile_,
+    data,
+    doctor,
+    export,
+    init,
+    inspect_,
+    schema,
+    train,
+    verify,
+)
 
 app = typer.Typer(
     name="moegraph",
@@ -45,6 +58,7 @@ app.command("compare")(compare.compare_command)
 app.command("inspect")(inspect_.inspect_command)
 app.command("verify")(verify.verify_command)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("export")(export.export_command)
 app.add_typer(data.app, name="data")
 app.add_typer(bench.bench_app, name="bench")
 app.command("schema")(schema.schema_command)

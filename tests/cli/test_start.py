@@ -40,7 +40,7 @@ def test_help_takes_less_than_half_a_second() -> None:
 
 def test_help_names_every_command_in_full() -> None:
     text = python("from moegraph.cli import run; run([])").stdout
-    commands = ("compile", "train", "inspect", "verify", "data", "schema", "init", "doctor")
+    commands = ("compile", "train", "inspect", "verify", "export", "data", "schema", "init", "doctor")
     assert [name for name in commands if f"\n  {name} " not in text] == []
     assert "..." not in text.partition("Commands:")[2], "a summary is cut off"
 
