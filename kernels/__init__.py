@@ -10,6 +10,7 @@
 | `dgrad_swiglu.py` | gradient of down, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
 | `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
+| `payload_wgrad.py` | the same of rows in MXFP8, dequantised as they load | `moegraph.ops.payload_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
 | `mx_quantize.py` | MXFP8 along rows, columns or both, scales swizzled | `moegraph.ops.mx_format`, `mx_scales` |
 | `fp8_quantize.py` | FP8 with fp32 scales per row, or per expert's column | `moegraph.ops.fp8_format` |

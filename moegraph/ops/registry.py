@@ -17,6 +17,7 @@ from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GR
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
+from moegraph.ops import payload_wgrad as payload_wgrad
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -75,13 +76,17 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.grouped_mm_wgrad.default,
         _mg.fp8_grouped_mm_wgrad.default,
         _mg.mx_grouped_mm_wgrad.default,
+        _mg.payload_grouped_mm_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )
 
 # Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments). The only operators in
 # a graph that write to an argument.
-ACCUMULATIONS: dict[Any, Any] = {_mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default}
+ACCUMULATIONS: dict[Any, Any] = {
+    _mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default,
+    _mg.payload_grouped_mm_wgrad.default: _mg.payload_grouped_mm_wgrad_add.default,
+}
 
 # The choice of experts and the rows it leads to: computed again, a tie could fall differently, and under expert
 # parallelism a collective would run twice.
