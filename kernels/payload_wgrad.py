@@ -48,6 +48,30 @@ def _left_half(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def _decoded_scale(byte, HARDWARE: tl.constexpr):
+    """2^(byte - 127) as bits of bf16, int16: the exponent, and bit 6 too for 0, which is subnormal, and 255, NaN."""
+    if HARDWARE:  # two at a time: bit 8 of 256 - ((byte + 1) & 254) is set for those two
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 special, exponent;
+            add.u32 special, $1, 0x00010001;
+            and.b32 special, special, 0x00FE00FE;
+            sub.u32 special, 0x01000100, special;
+            shr.u32 special, special, 2;
+            and.b32 special, special, 0x00400040;
+            shl.b32 exponent, $1, 7;
+            or.b32 $0, exponent, special;
+            }""",
+            "=r,r",
+            [byte],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    return (byte << 7) | tl.where(((byte + 1) & 254) == 0, 0x40, 0).to(tl.int16)
+
+
+@triton.jit
 def _load_scales(desc, first, last, col, ROWS: tl.constexpr, COLS: tl.constexpr, HARDWARE: tl.constexpr):
     """What COLS elements from column `col` on are multiplied by, 2^(byte - 127) in bf16 or NaN: [ROWS, COLS / 32]."""
     WANTED: tl.constexpr = COLS // 32
@@ -65,9 +89,7 @@ def _load_scales(desc, first, last, col, ROWS: tl.constexpr, COLS: tl.constexpr,
         loaded = load_rows(desc, first, last, col // 512 * 16, ROWS, _SCALES).reshape(ROWS, _SCALES // WANTED, WANTED)
         mine = tl.arange(0, _SCALES // WANTED)[None, :, None] == col % 512 // COLS
         byte = tl.sum(tl.where(mine, loaded.to(tl.int32), 0), 1)
-    b = byte.to(tl.int16)
-    bits = (b << 7) | tl.where(((b + 1) & 0xFE) == 0, 0x40, 0).to(tl.int16)  # 0 is subnormal, 255 NaN
-    return bits.to(tl.bfloat16, bitcast=True).reshape(ROWS, WANTED)
+    return _decoded_scale(byte.to(tl.int16), HARDWARE).to(tl.bfloat16, bitcast=True).reshape(ROWS, WANTED)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from tests.kernels.cases import Ragged, ragged, relative_error
 SMALL = Config(128, 128, 16, num_warps=4, num_stages=2)
 CASES = {
     "the gradient": ("grad", 512, 40, SMALL),
-    "the rows": ("rows", 40, 512, SMALL),
+    "the rows, runs of 8 columns": ("rows", 40, 512, replace(SMALL, num_warps=8)),
     "both": ("both", 512, 512, replace(SMALL, block_m=256, block_n=512)),
     "a wide tile of the gradient": ("grad", 512, 40, replace(SMALL, block_m=256, block_n=32)),
     "a whole width of the rows": ("rows", 16, 512, replace(SMALL, block_m=16, block_n=512)),
