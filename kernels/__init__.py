@@ -10,6 +10,7 @@
 | `dgrad_swiglu.py` | gradient of down, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
 | `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
+| `payload_wgrad.py` | the same of rows in MXFP8, dequantised as they load | `moegraph.ops.payload_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |
 | `mx_quantize.py` | MXFP8 along rows, columns or both, scales swizzled | `moegraph.ops.mx_format`, `mx_scales` |
 | `fp8_quantize.py` | FP8 with fp32 scales per row, or per expert's column | `moegraph.ops.fp8_format` |
@@ -19,6 +20,7 @@
 | `move_rows.py` | permute and combine at memory speed | `moegraph.ops.permute`, `combine` on a CPU |
 | `zero_tail.py` | zeros in the rows that routing did not fill | the zeros of the above |
 | `cross_entropy.py` | loss of each token and its gradient | `moegraph.ops.cross_entropy` on a CPU |
+| `embedding_grad.py` | gradient of an embedding, added to its buffer | `moegraph.ops.embedding_wgrad` on a CPU |
 
 `launch.py` holds what makes a launch: the very same description runs a kernel, and compiles it for a chip that is not
 here (`compiled.py`). How it is tiled is chosen by `tuning.py`. Importing this package imports only torch, Triton, and

@@ -131,6 +131,19 @@ def mx_wgrad_config(n: int, k: int) -> Config:
     return Config(block_m=128, block_n=_fit(k, 256, 128), block_k=128, num_stages=3, parts=2)
 
 
+def payload_wgrad_config(n: int, k: int, turned: bool, capability: int = 90) -> Config:
+    """The rule for weight gradients that dequantise a payload as it loads, not measured; turned: that of the rows.
+
+    On Hopper two programs of four warps share a multiprocessor: one dequantises while the other multiplies. Elsewhere
+    as in `wgrad`: 128 columns of the payload by 256 of the other operand.
+    """
+    payload, other = (k, n) if turned else (n, k)
+    wide = _fit(other, 128 if capability // 10 == 9 else 256, 64)
+    tall = _fit(payload, 128, 64)
+    m, n = (wide, tall) if turned else (tall, wide)
+    return Config(block_m=m, block_n=n, block_k=64, num_warps=4 if capability // 10 == 9 else 8, num_stages=3)
+
+
 def rule_reason(dtype: torch.dtype, capability: int | None) -> str:
     """Why the rule says what it says for a chip (None: no CUDA device), for people."""
     if capability is None:

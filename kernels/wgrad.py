@@ -40,6 +40,22 @@ def _put(desc, e, row, col, tile, M: tl.constexpr, N: tl.constexpr, HOW: tl.cons
 
 
 @triton.jit
+def put_tile(desc, e, row, col, acc, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, HOW: tl.constexpr):
+    """A tile of dW[e] to its place, in PARTS (1 or 4) column slices; HOW: write, add, or read and write."""
+    if PARTS == 1:
+        _put(desc, e, row, col, acc, M, N, HOW)
+    else:  # little by little: a tile in fp32 does not fit beside the operands
+        QUARTER: tl.constexpr = N // 4
+        left, right = _halves(acc, M, N)
+        first, second = _halves(left, M, N // 2)
+        third, fourth = _halves(right, M, N // 2)
+        _put(desc, e, row, col, first, M, QUARTER, HOW)
+        _put(desc, e, row, col + QUARTER, second, M, QUARTER, HOW)
+        _put(desc, e, row, col + 2 * QUARTER, third, M, QUARTER, HOW)
+        _put(desc, e, row, col + 3 * QUARTER, fourth, M, QUARTER, HOW)
+
+
+@triton.jit
 def wgrad_kernel(
     grad_desc,
     rows_desc,
@@ -74,18 +90,13 @@ def wgrad_kernel(
             g = load_rows(grad_desc, r, end, pm * BLOCK_M, BLOCK_K, BLOCK_M)
             x = load_rows(rows_desc, r, end, pn * BLOCK_N, BLOCK_K, BLOCK_N)
             acc = tl.dot(g.T, x, acc, input_precision=PRECISION)
-        row, col = pm * BLOCK_M, pn * BLOCK_N
-        if PARTS == 1:
-            _put(out_desc, e, row, col, acc, BLOCK_M, BLOCK_N, HOW)
-        else:  # little by little: a tile in fp32 does not fit beside the operands
-            QUARTER: tl.constexpr = BLOCK_N // 4
-            left, right = _halves(acc, BLOCK_M, BLOCK_N)
-            first, second = _halves(left, BLOCK_M, BLOCK_N // 2)
-            third, fourth = _halves(right, BLOCK_M, BLOCK_N // 2)
-            _put(out_desc, e, row, col, first, BLOCK_M, QUARTER, HOW)
-            _put(out_desc, e, row, col + QUARTER, second, BLOCK_M, QUARTER, HOW)
-            _put(out_desc, e, row, col + 2 * QUARTER, third, BLOCK_M, QUARTER, HOW)
-            _put(out_desc, e, row, col + 3 * QUARTER, fourth, BLOCK_M, QUARTER, HOW)
+        put_tile(out_desc, e, pm * BLOCK_M, pn * BLOCK_N, acc, BLOCK_M, BLOCK_N, PARTS, HOW)
+
+
+def how_to_put(accumulate: bool) -> str:
+    """How a tile reaches dW, as `put_tile` has it."""
+    adds = "read and write" if triton.knobs.runtime.interpret else "add"
+    return adds if accumulate else "write"
 
 
 def wgrad_launch(
@@ -102,7 +113,6 @@ def wgrad_launch(
     c = config or choose_config("wgrad", grad.dtype, n, k, grad.shape[0], offsets.shape[0], grad.device).config
     programs = persistent_programs(grad.device)
     parts = 4 if out.element_size() > grad.element_size() else 1
-    adds = "read and write" if triton.knobs.runtime.interpret else "add"
     arguments = {
         "grad_desc": create_ragged_descriptor(grad, [c.block_k, c.block_m]),
         "rows_desc": create_ragged_descriptor(rows, [c.block_k, c.block_n]),
@@ -115,7 +125,7 @@ def wgrad_launch(
         "K": k,
         **tile_constants(c, programs, grad.dtype),
         "PARTS": parts,
-        "HOW": adds if accumulate else "write",
+        "HOW": how_to_put(accumulate),
         "FLATTEN": c.flatten,
     }
     return Launch(wgrad_kernel, (programs,), arguments, constants, c)

@@ -33,7 +33,8 @@ _SENDS = {"direct_put", "direct_dispatch", "direct_return", "direct_take", "exac
 _GATHERS = {"permute", "combine", "embedding"}
 _PRODUCTS = ("grouped_mm", "swiglu", "expert_ffn")  # parts of the names of products of experts
 _CODERS = {"mx_encode", "mx_decode", "mx_split"}  # casts of rows that travel
-_FORMATS = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
+# uint8: of a payload, when nothing else says what a product multiplies
+_FORMATS = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16", torch.uint8: "bf16"}
 _BACKWARD_PRODUCTS = 2.5  # of attention: five products where the forward has two
 
 

@@ -18,6 +18,7 @@ from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GR
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
+from moegraph.ops import payload_wgrad as payload_wgrad
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
@@ -76,6 +77,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.grouped_mm_wgrad.default,
         _mg.fp8_grouped_mm_wgrad.default,
         _mg.mx_grouped_mm_wgrad.default,
+        _mg.payload_grouped_mm_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )
@@ -83,6 +85,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
 # Weight gradients and what adds each straight to a gradient buffer: (buffer!, keep, *arguments).
 ACCUMULATIONS: dict[Any, Any] = {
     _mg.grouped_mm_wgrad.default: _mg.grouped_mm_wgrad_add.default,
+    _mg.payload_grouped_mm_wgrad.default: _mg.payload_grouped_mm_wgrad_add.default,
     _mg.embedding_wgrad.default: _mg.embedding_wgrad_add.default,
 }
 

@@ -17,8 +17,11 @@ from moegraph.graph.instances import instances_text
 from moegraph.graph.names import display_name
 from moegraph.graph.program import Program
 from moegraph.kernels.chips import Card
+from moegraph.kernels.config import payload_wgrad_config
 from moegraph.kernels.shapes import Problem
 from moegraph.kernels.tuning import Choice, choose_for
+from moegraph.ops.mx_payload import payload_width
+from moegraph.ops.payload_wgrad import payload_backend
 
 _GRAPHS = ("forward", "backward")
 
@@ -28,7 +31,8 @@ class Product:
     """A grouped product of a kind of block. `instances` are the blocks of the kind.
 
     Products of the fused experts: `plain` is what runs in the place of a kernel of theirs that a card does not get, and
-    `leader` the product of the same operator that decides whether this one runs on moegraph's kernel.
+    `leader` the product of the same operator that decides whether this one runs on moegraph's kernel. `payloads`: which
+    operands of a weight gradient are rows in MXFP8.
     """
 
     kind: str
@@ -38,6 +42,7 @@ class Product:
     problem: Problem
     plain: Problem | None = None
     leader: Problem | None = None
+    payloads: tuple[bool, bool] = (False, False)
 
 
 class Resolved(NamedTuple):
@@ -57,15 +62,23 @@ def grouped_products(program: Program) -> list[Product]:
         instances = instances_text(program, kind)
         for graph in _GRAPHS:
             for node in unit.graphs[graph].graph.nodes:
+                where = (kind, instances, graph, display_name(node))
                 if node.target in _PROBLEMS:
-                    where = (kind, instances, graph, display_name(node))
                     found += (Product(*where, *problems) for problems in _PROBLEMS[node.target](*_values(node)))
+                elif node.target in _OF_PAYLOADS:
+                    found.append(Product(*where, *_payload_wgrad(*tuple(_values(node))[-3:])))
     return found
 
 
 def resolve(product: Product, card: Card) -> Resolved:
     """What a product runs as on a card. Raises RunError if a tuning table for the card cannot be used."""
     problem = product.problem
+    if any(product.payloads):
+        p = problem
+        backend, reason = payload_backend(p.n, p.k, p.rows, p.experts, product.payloads, card)
+        if backend == "triton":
+            config = payload_wgrad_config(p.n, p.k, not product.payloads[0], card.capability)
+            return Resolved(p, backend, f"dequantises as it loads: {reason}", Choice(config, "rule", "not measured"))
     backend, reason = _backend(product.leader or problem, card)
     if product.leader is not None and backend == "triton":
         reason = f"bias and row weight in its epilogue, so it runs where {product.leader.kernel} does"
@@ -106,6 +119,12 @@ def _wgrad_add(into: Tensor, keep: Tensor, grad: Tensor, rows: Tensor, offsets: 
     return _wgrad(grad, rows, offsets)
 
 
+def _payload_wgrad(grad: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Problem, None, None, tuple[bool, bool]]:
+    payloads = grad.dtype == torch.uint8, rows.dtype == torch.uint8
+    n, k = (payload_width(each) if low else each.shape[1] for each, low in zip((grad, rows), payloads, strict=True))
+    return Problem("wgrad", torch.bfloat16, n, k, grad.shape[0], offsets.shape[0]), None, None, payloads
+
+
 def _fused(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, row_weight: Tensor, *weights: Any) -> _Problems:
     rows, (experts, d, f) = order.shape[0], weights[1].shape
     up = Problem("up_swiglu", x.dtype, f, d, rows, experts, x.shape[0])
@@ -124,6 +143,7 @@ def _fused_dgrad(
 
 
 _mg = torch.ops.moegraph
+_OF_PAYLOADS = {_mg.payload_grouped_mm_wgrad.default, _mg.payload_grouped_mm_wgrad_add.default}
 _PROBLEMS: dict[Any, Callable[..., _Problems]] = {
     _mg.grouped_mm.default: _forward,
     _mg.grouped_mm_dgrad.default: _dgrad,

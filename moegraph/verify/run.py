@@ -129,8 +129,10 @@ def _from_buffers(
     found: dict[Port, Tensor] = {}
     for port, value in results.items():
         if port.role == "added":
-            added: Any = made_by[port].args[2]
-            found[Port("grad", port.name)] = buffers[port.name].to(added.meta["val"].dtype)
+            operand: Any = made_by[port].args[2]
+            dtype = operand.meta["val"].dtype
+            dtype = dtype if dtype.is_floating_point else torch.bfloat16  # what a payload is decoded to
+            found[Port("grad", port.name)] = buffers[port.name].to(dtype)
         else:
             found[port] = value
     return found

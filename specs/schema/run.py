@@ -116,6 +116,7 @@ class Passes(Section):
     fuse_experts: FuseExpertsOptions = Field(default_factory=FuseExpertsOptions, alias="fuse-experts")
     fold_casts: PassSwitch = Field(default_factory=PassSwitch, alias="fold-casts")
     recompute: RecomputeOptions = Field(default_factory=RecomputeOptions)
+    fold_decodes: PassSwitch = Field(default_factory=PassSwitch, alias="fold-decodes")
     overlap_communication: OverlapOptions = Field(default_factory=OverlapOptions, alias="overlap-communication")
     accumulate_gradients: PassSwitch = Field(default_factory=PassSwitch, alias="accumulate-gradients")
     custom: dict[str, UserPassOptions] = Field(default_factory=dict)

@@ -70,6 +70,11 @@ def direct_metadata(room: int = T * K) -> tuple[torch.Tensor, ...]:
     return origin, *where
 
 
+def payload_and_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a weight gradient: a payload [R, 64] and rows [R, D] in bf16."""
+    return ops.mx_encode(*floats((ROWS, 64))), floats((ROWS, D))[0].bfloat16()
+
+
 ROWS, BUCKET = T * K, torch.tensor([3], dtype=torch.int32)
 DIRECT = direct_metadata()
 CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
@@ -125,6 +130,16 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "fp8_permute_quantize": (mg.fp8_permute_quantize, (*floats((T, D)), *DROPPED, K), NO_GRADIENT),
     "mx_encode": (mg.mx_encode, (*floats((T, 64)),), NO_GRADIENT),
     "mx_decode": (mg.mx_decode, (ops.mx_encode(*floats((T, 64))),), NO_GRADIENT),
+    "payload_grouped_mm_wgrad": (
+        mg.payload_grouped_mm_wgrad,
+        (ops.mx_encode(*floats((ROWS, 64))), ops.mx_encode(*floats((ROWS, 32))), OFFSETS),
+        NO_GRADIENT,
+    ),
+    "payload_grouped_mm_wgrad_add": (
+        mg.payload_grouped_mm_wgrad_add,
+        (*floats((E, 64, D)), torch.ones(1, dtype=torch.int32), *payload_and_rows(), OFFSETS),
+        NO_GRADIENT,
+    ),
     "mx_split": (mg.mx_split, (ops.mx_encode(*floats((ROWS, 64))), OFFSETS), NO_GRADIENT),
     **scaled_calls(),
     "cross_entropy": (mg.cross_entropy, (*floats((T, V), grad=True), LABELS), ALL),

@@ -23,6 +23,7 @@ BUILT_IN = [
     "cast-dispatch",
     "fold-casts",
     "recompute",
+    "fold-decodes",
     "overlap-communication",
     "accumulate-gradients",
     "split-backward",

@@ -87,3 +87,26 @@ def test_the_down_product_of_fused_experts_follows_the_up_product(fused: list[Pr
 
 def test_a_problem_keeps_the_number_of_tokens_that_are_gathered(fused: list[Product]) -> None:
     assert fused[0].problem == Problem("up_swiglu", torch.bfloat16, 128, 128, 8192, 8, 4096)
+
+
+def test_weight_gradients_of_payloads_are_listed_with_where_elements_become_bf16() -> None:
+    spec = moegraph.load_spec(
+        "presets/tiny.yaml",
+        overrides=[
+            *SMALL, "model.d_model=512", "model.moe.d_ff=256", "passes.fuse-experts.enabled=true",
+            "layout={dp: 2, ep: 2, transport: direct}", "precision.mxfp8={experts: 'on', dispatch: 'on'}",
+        ],
+    )  # fmt: skip
+    found = {each.payloads: each for each in grouped_products(moegraph.compile(spec).program) if any(each.payloads)}
+    assert set(found) == {(True, False), (False, True)}
+    down, up = found[True, False], found[False, True]
+    assert [(each.problem.n, each.problem.k, each.problem.dtype) for each in (down, up)] == [
+        (512, 256, torch.bfloat16),
+        (512, 512, torch.bfloat16),
+    ]
+    loads = resolve(down, HOPPER)
+    assert loads.backend == "triton"
+    assert loads.reason.startswith("dequantises as it loads")
+    assert loads.choice is not None
+    assert loads.choice.config.block_m == 128
+    assert resolve(down, BLACKWELL).backend == "_grouped_mm"
