@@ -19,7 +19,11 @@ from moegraph.kernels.mx_dequantize import mx_dequantize_launch
 from moegraph.kernels.mx_payload import mx_decode_launch, mx_encode_launch, mx_split_launch, payload_bytes
 from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
 from moegraph.kernels.padded_offsets import padded_offsets_launch
-from moegraph.kernels.permute_quantize import fp8_permute_quantize_launch, mx_permute_quantize_launch
+from moegraph.kernels.permute_quantize import (
+    blocks_permute_quantize_launch,
+    fp8_permute_quantize_launch,
+    mx_permute_quantize_launch,
+)
 from moegraph.kernels.products import product_launch
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.signals import ARRIVED, FREE, signal_launch, wait_launch
@@ -188,6 +192,9 @@ def quantize_launches(
     top_k = 8 if rows % 8 == 0 else 1
     moved = (tensor(rows // top_k, columns), index(rows), offsets, data)
     yield "fp8_permute", fp8_permute_quantize_launch(*moved, scale, top_k)
+    if columns % 128 == 0:
+        of_blocks = tensor(columns // 128, rows, kind=torch.float32)
+        yield "fp8_permute_blocks", blocks_permute_quantize_launch(*moved, of_blocks, top_k)
     row_scale = empty_quantized(x, num_experts, rows=True, columns=False, swizzled=True).row_scale
     assert row_scale is not None
     yield "mx_permute_swizzled", mx_permute_quantize_launch(*moved, row_scale, top_k, swizzled=True)

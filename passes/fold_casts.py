@@ -12,8 +12,9 @@ alone, dz in bf16 too, for the weight gradient; the last two lines are for what 
 a whole row, which no tile of a product holds: its activations and their gradients are still quantised by a kernel of
 their own. Every number stays what it was, bit for bit.
 
-A quantiser stays where it is when what it reads is made by something else, for other rows than its own (weights, which
-`prepare-weights` quantises once per optimizer step, are not looked at). The pass says which and why.
+A quantiser stays where it is when what it reads is made by something else, for other rows than its own, and so does one
+along the other side of an operand, for a weight gradient (weights, which `prepare-weights` quantises once per optimizer
+step, are not looked at). The pass says which and why.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
-_MX, _FP8 = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default
+_MX, _FP8, _BLOCKS = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default, _mg.fp8_quantize_blocks.default
+_ALONG_COLUMNS = (_mg.mx_quantize_ragged_columns.default, _mg.fp8_quantize_columns_t.default)
+# What quantises rows as they are gathered, in the place of each quantiser.
+_GATHERING: dict[Any, Any] = {
+    _MX: _mg.mx_permute_quantize.default,
+    _FP8: _mg.fp8_permute_quantize.default,
+    _BLOCKS: _mg.fp8_permute_quantize_blocks.default,
+}
+_TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 
 @registry.register
@@ -56,13 +65,16 @@ class FoldCasts(Pass):
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         folder = Folder(Rewriter(unit.graphs["joint"], self.name))
         kept = []
-        quantisers = folder.rewriter.find(_MX) + folder.rewriter.find(_FP8)
+        quantisers = [node for target in _GATHERING for node in folder.rewriter.find(target)]
         # What is saved, with plain scales, comes after what the products read.
-        ragged = sorted((node for node in quantisers if node.args[1] is not None), key=lambda node: _is_plain(node))
-        for node in [*ragged, *folder.rewriter.find(_mg.mx_dequantize_rows.default)]:
+        rows = sorted((node for node in quantisers if not _is_of_weight(node)), key=lambda node: _is_plain(node))
+        for node in [*rows, *folder.rewriter.find(_mg.mx_dequantize_rows.default)]:
             reason = folder.fold(node)
             if reason:
                 kept.append(f"{display_name(node)}: {reason}")
+        columns = [display_name(node) for target in _ALONG_COLUMNS for node in folder.rewriter.find(target)]
+        if columns:
+            kept.append(f"{', '.join(columns)}: along the other side, for weight gradients")
         note = "; ".join(kept)
         if not folder.rewriter.rewritten:
             return PassResult(unit, note=note or "nothing but weights is quantised in this block")
@@ -81,7 +93,7 @@ class Folder:
     made: dict[Any, dict[int, fx.Node]] = field(default_factory=dict)
 
     def fold(self, node: fx.Node) -> str:
-        """Folds one quantiser of ragged rows, or what restores them; why not, where it stays."""
+        """Folds one quantiser of rows, or what restores them; why not, where it stays."""
         if node.target is _mg.mx_dequantize_rows.default:
             return _restored(self, node)
         source: Any = node.args[0]
@@ -129,7 +141,7 @@ def _permuted(folder: Folder, node: fx.Node) -> str:
     assert isinstance(rows, fx.Node)
     if rows.args[3] is not offsets:
         return f"{display_name(rows)} is of other rows"
-    target = _mg.mx_permute_quantize.default if node.target is _MX else _mg.fp8_permute_quantize.default
+    target = _GATHERING[node.target]
     folder.replace_results(node, folder.call(node, node, "rows_quantize", target, (*rows.args, *layout)))
     folder.remove_unused(rows)
     return ""
@@ -191,6 +203,14 @@ def _restored(folder: Folder, node: fx.Node) -> str:
     return ""
 
 
+def _is_of_weight(quantiser: fx.Node) -> bool:
+    """Whether it quantises a parameter, either way round."""
+    source: Any = quantiser.args[0]
+    while source.target in _TRANSPOSES:
+        source = source.args[0]
+    return bool(source.op == "placeholder" and quantiser.args[1] is None)
+
+
 def _is_plain(quantiser: fx.Node) -> bool:
     return quantiser.target is _MX and not quantiser.args[2]
 
@@ -210,8 +230,7 @@ def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target:
 
 # What makes the rows, which of its results they are (None: its only one), and the quantiser.
 _FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
-    (_mg.permute.default, None, _MX): _permuted,
-    (_mg.permute.default, None, _FP8): _permuted,
+    **{(_mg.permute.default, None, quantiser): _permuted for quantiser in _GATHERING},
     (_mg.mx_up_swiglu.default, 1, _MX): _activation,
     (_mg.mx_dgrad_swiglu.default, 0, _MX): _gradient,
     (_mg.mx_up_swiglu_quantized.default, 0, _MX): _saved,

@@ -59,7 +59,7 @@ from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
-from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
+from moegraph.ops.permute_quantize import fp8_permute_quantize, fp8_permute_quantize_blocks, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_dequantize_rows,
@@ -128,6 +128,7 @@ __all__ = [
     "expert_scores",
     "flops",
     "fp8_permute_quantize",
+    "fp8_permute_quantize_blocks",
     "fp8_quantize_blocks",
     "fp8_quantize_columns_t",
     "fp8_quantize_rows",

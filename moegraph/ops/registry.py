@@ -49,7 +49,7 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
-from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
+from moegraph.ops.permute_quantize import fp8_permute_quantize, fp8_permute_quantize_blocks, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_dequantize_rows,
@@ -198,6 +198,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
     fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),
+    fp8_permute_quantize_blocks: Facts("gather", (_mg.fp8_permute_quantize_blocks.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

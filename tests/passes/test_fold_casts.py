@@ -18,6 +18,7 @@ from tests.small_models import compile_once, compute_step, random_batch, small_s
 _mg = torch.ops.moegraph
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=1", "model.dense=null")
 MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+BLOCKS, BY_128 = "precision.fp8=blockwise", ("model.d_model=128", "model.moe.d_ff=128")
 FUSED, OFF = "passes.fuse-experts.enabled=true", "passes.fold-casts.enabled=false"
 
 
@@ -37,12 +38,37 @@ def test_rows_are_quantised_before_they_are_gathered() -> None:
     assert have.count("permute") == had.count("permute") - 1  # those that a weight gradient in bf16 reads are left
 
 
+def test_rows_in_blocks_are_quantised_before_they_are_gathered_and_what_stays_is_named() -> None:
+    record = compile_once(small_spec(*BF16, BLOCKS, *BY_128)).record("fold-casts")
+    have = targets(record.program.units["moe"].graphs["joint"])
+    assert have.count("fp8_permute_quantize_blocks") == 1  # x; the gradient of the output is scaled behind permute
+    assert have.count("fp8_quantize_blocks") == 4 + 3  # weights; that gradient, the activation and its gradient
+    assert record.notes["moe"].count("which does not quantise") == 3
+    fused = compile_once(small_spec(*BF16, BLOCKS, *BY_128, FUSED)).record("fold-casts")
+    have = targets(fused.program.units["moe"].graphs["joint"])
+    assert have.count("fp8_permute_quantize_blocks") == 2
+    assert "fp8_block_up_swiglu, which does not quantise" in fused.notes["moe"]
+    assert "fp8_block_dgrad_swiglu, which does not quantise" in fused.notes["moe"]
+
+
+def test_activations_of_linear_layers_and_operands_of_weight_gradients_are_named_as_kept() -> None:
+    dense = "precision.mxfp8={experts: 'on', attention: 'on', wgrad: mxfp8}"
+    wide = ("model.attention.num_kv_heads=4", "model.num_layers=2", "model.dense={d_ff: 64, layers: [0]}")
+    notes = compile_once(small_spec(*BF16, dense, *wide)).record("fold-casts").notes
+    of_block = next(note for kind, note in notes.items() if kind.startswith("dense"))
+    assert "attention.q/quantize" in of_block
+    of_experts = next(note for kind, note in notes.items() if kind.startswith("moe"))
+    assert "along the other side, for weight gradients" in of_experts
+
+
 STEPS = {
     "mxfp8": (MX,),
     "mxfp8, fused": (MX, FUSED),
     "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
     "mxfp8, fused, saved": (MX, FUSED, "precision.mxfp8.saved='on'"),
     "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
+    "fp8 in blocks": (BLOCKS, *BY_128),
+    "fp8 in blocks, fused": (BLOCKS, *BY_128, FUSED),
 }
 
 
@@ -60,7 +86,7 @@ def test_products_write_what_only_the_next_product_reads_in_8_bits() -> None:
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_has_the_same_bits_as_without_the_pass(case: str) -> None:
     options = STEPS[case]
-    batch = random_batch(small_spec(*BF16))
+    batch = random_batch(small_spec(*BF16, *(BY_128 if BLOCKS in options else ())))
     have, gradients = compute_step(small_spec(*BF16, *options), batch)
     want, expected = compute_step(small_spec(*BF16, *options, OFF), batch)
     assert torch.equal(have.loss, want.loss)
