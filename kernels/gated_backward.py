@@ -20,43 +20,13 @@ from torch import Tensor
 
 from moegraph.kernels.activation import Activation, gated_slopes
 from moegraph.kernels.config import Config
-from moegraph.kernels.e4m3 import amax_bits, on_hardware, quantized
+from moegraph.kernels.e4m3 import on_hardware
 from moegraph.kernels.launch import Launch
-from moegraph.kernels.mx_quantize import scale_and_factor
 from moegraph.kernels.mx_scales import padded_places
+from moegraph.kernels.quantized_rows import store_mx
 
 _WIDTH = 1024  # columns at a time; 256 to 2048 are within 4 % on H200
 _CONFIG = Config(num_warps=4)
-
-
-@triton.jit
-def _store_quantized(
-    x,
-    data_ptr,
-    scale_ptr,
-    r,
-    place,
-    first,
-    inside,
-    real,
-    HALF: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One half of x [ROWS, COLS] fp32 from column `first` on as E4M3, and the scales of rows that lie at `place`."""
-    HIGH: tl.constexpr = (2 * F + 127) // 128
-    blocks = tl.reshape(x, (ROWS, COLS // 32, 32))
-    byte, factor = scale_and_factor(amax_bits(blocks, 2, HARDWARE))
-    data = tl.reshape(quantized(blocks, factor[:, :, None], HARDWARE), (ROWS, COLS))
-    c = first + tl.arange(0, COLS)[None, :]
-    tl.store(data_ptr + 2 * r.to(tl.int64)[:, None] * F + HALF * F + c, data, mask=inside)
-    g = first // 32 + tl.arange(0, COLS // 32)
-    column = HALF * (F // 32) + g
-    at = ((place // 128).to(tl.int64) * HIGH)[:, None] + (column // 4)[None, :]
-    at = at * 512 + (place % 32 * 16 + place % 128 // 32 * 4)[:, None] + (column % 4)[None, :]
-    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=real[:, None] & (g < F // 32)[None, :])
 
 
 @triton.jit
@@ -105,14 +75,11 @@ def gated_backward_kernel(
         tl.store(dz_ptr + 2 * row + c, by_gate, mask=inside)
         tl.store(dz_ptr + 2 * row + F + c, by_up, mask=inside)
         if QUANTIZED:
-            _store_quantized(
-                by_gate.to(tl.float32), data_ptr, data_scale_ptr, r, place, first, inside, real,
-                0, F, BLOCK_M, BLOCK_N, HARDWARE,
-            )  # fmt: skip
-            _store_quantized(
-                by_up.to(tl.float32), data_ptr, data_scale_ptr, r, place, first, inside, real,
-                1, F, BLOCK_M, BLOCK_N, HARDWARE,
-            )  # fmt: skip
+            gate_x = by_gate.to(tl.float32)
+            up_x = by_up.to(tl.float32)
+            to = data_scale_ptr
+            store_mx(gate_x, data_ptr, to, r, place, first, inside, real, 0, F, 2 * F, BLOCK_M, BLOCK_N, HARDWARE)
+            store_mx(up_x, data_ptr, to, r, place, first, inside, real, 1, F, 2 * F, BLOCK_M, BLOCK_N, HARDWARE)
         tl.store(act_ptr + row + c, (act * s).to(act_ptr.dtype.element_ty), mask=inside)
     tl.store(ds_ptr + r, ds, mask=r < num_rows)
 

@@ -5,6 +5,7 @@
     dz, … = mx_dgrad_swiglu(…);  q = quantize(dz)      =>   dz, …, q = mx_dgrad_swiglu_quantized(…)
     z, a = …_quantized(…);  q = quantize(z)            =>   q, a = mx_up_swiglu_saved(…)
     z = dequantize(q);  dz, … = …_quantized(…, z, …)   =>   dz, … = mx_dgrad_swiglu_saved(…, q, …)
+    a = swiglu(z);  q = quantize(a)                    =>   a, q = swiglu_kept_quantized(z)         see fold_gated
 
 Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
 are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
@@ -28,9 +29,11 @@ import torch
 from torch import fx
 
 from moegraph.graph.edit import Rewriter
+from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import display_name, facts, target_name
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
+from moegraph.passes.fold_gated import fold_gated, gated_activation
 from moegraph.passes.low_precision import prefix_of
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
@@ -59,11 +62,12 @@ class FoldCasts(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> FoldCasts | None:
-        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.experts != "off"
+        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.parts
         return cls() if low and spec.passes.fold_casts.enabled else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
-        folder = Folder(Rewriter(unit.graphs["joint"], self.name))
+        recomputed = unit.options.get("recompute", "none") != "none"
+        folder = Folder(Rewriter(unit.graphs["joint"], self.name), recomputed)
         kept = []
         quantisers = [node for target in _GATHERING for node in folder.rewriter.find(target)]
         # What is saved, with plain scales, comes after what the products read.
@@ -78,6 +82,7 @@ class FoldCasts(Pass):
         note = "; ".join(kept)
         if not folder.rewriter.rewritten:
             return PassResult(unit, note=note or "nothing but weights is quantised in this block")
+        folder.rewriter.rewritten += map(display_name, eliminate_dead_code(folder.rewriter.graph))
         joint = folder.rewriter.finish()
         # What was made on the way and is in neither graph is nobody's concern.
         there = {display_name(node) for module in (unit.graphs["joint"], joint) for node in module.graph.nodes}
@@ -87,9 +92,10 @@ class FoldCasts(Pass):
 
 @dataclass
 class Folder:
-    """Rewrites the quantisers of one joint graph."""
+    """Rewrites the quantisers of one joint graph; `recomputed`: backward computes again what is cheap."""
 
     rewriter: Rewriter
+    recomputed: bool = False
     made: dict[Any, dict[int, fx.Node]] = field(default_factory=dict)
 
     def fold(self, node: fx.Node) -> str:
@@ -102,6 +108,8 @@ class Folder:
             call, index = source.args
         key = (call.target, index, node.target)
         if key not in _FOLDS:
+            if gated := gated_activation(source):
+                return fold_gated(self, node, gated)
             return f"{display_name(source)} comes from {target_name(call)}, which does not quantise"
         return _FOLDS[key](self, node)
 

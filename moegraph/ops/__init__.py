@@ -18,6 +18,7 @@ from moegraph.ops import mx_linear as mx_linear
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm
+from moegraph.ops import swiglu_quantize as swiglu_quantize
 from moegraph.ops.attention import attention, attention_backward
 from moegraph.ops.attention_cuda import attention_backend
 from moegraph.ops.balance import (

@@ -18,6 +18,7 @@ from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
+from moegraph.ops import swiglu_quantize as swiglu_quantize  # registers activations that are quantised as well
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
     balance_micro_batch,

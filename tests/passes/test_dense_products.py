@@ -49,8 +49,9 @@ def test_every_projection_is_cast_forward_and_backward_and_q_k_and_v_read_one_qu
     forward, backward = unit.graphs["forward"], unit.graphs["backward"]
     assert calls(forward, "mx_linear") == LINEAR
     assert sorted(calls(backward, "mx_linear")) == sorted(LINEAR)
-    assert calls(forward, "mx_quantize_rows") == ["attention.q", "attention.output", "shared.up", "shared.down"]
-    assert len(calls(backward, "mx_quantize_rows")) == 6  # gradients of q, k and v are three
+    assert calls(forward, "mx_quantize_rows") == ["attention.q", "attention.output", "shared.up"]
+    assert calls(forward, "swiglu_kept_quantized") == calls(backward, "swiglu_backward_quantized") == ["shared.act"]
+    assert len(calls(backward, "mx_quantize_rows")) == 5  # gradients of q, k and v are three
     assert sorted(calls(unit.graphs["prepare"], "mx_quantize_rows")) == sorted(2 * LINEAR)
     assert calls(unit.graphs["evaluate"], "mx_linear") == LINEAR
     plain = [facts(n)["layer"] for n in forward.graph.nodes if "aten.mm" in str(n.target)]
