@@ -3,10 +3,10 @@
 `precision.mxfp8.experts: on` casts each product of the experts forward and of the input gradient, `shared` those of
 shared experts and `attention` those of its projections (`dense_products`); `auto` those that a roofline model of a B300
 predicts to gain with its casts as `fold-casts` will leave them (`moegraph inspect SPEC --precision` prints every
-decision with its times). Weight gradients stay in
-bf16 unless `wgrad: mxfp8` casts those of the experts too: their contraction is over rows, so both operands are
-quantised again, along their other side, with every expert's run padded by zeros to whole blocks. Router, norms,
-embeddings, head and the core of attention stay as they are.
+decision with its times). Weight gradients of what is cast stay in bf16 unless `wgrad: mxfp8` casts them too: their
+contraction is over rows, so both operands are quantised again, along their other side. Zeros complete the last block of
+32 tokens, and of experts those of every run. Router, norms, embeddings, head and the core of attention stay as they
+are.
 
 Where the device has MX matrix units the products run on them; elsewhere they are emulated: the same numbers, up to the
 order of additions, without the speed.
@@ -99,7 +99,7 @@ class CastMxfp8(Pass):
         return [(p, self._again(p, found) if _operand(p) in made else found) for p, found in first]
 
     def _again(self, product: Product, found: Decision) -> Decision:
-        """The decision for a product of which an operand is quantised for others, where that is not cast yet."""
+        """The decision for a product whose operand is quantised for another one, where that is not cast yet."""
         return found if found.low else self.decide(product, [replace(cast, form="made") for cast in found.casts])
 
     def decide(self, product: Product, casts: Sequence[Cast] | None = None) -> Decision:
@@ -109,8 +109,6 @@ class CastMxfp8(Pass):
         if self._choice(product) == "off":
             return found.kept(f"precision.mxfp8.{product.part} is off")
         weight_gradient = product.kind == "weight gradient"
-        if weight_gradient and product.part != "experts":
-            return found.kept("weight gradients of linear layers stay in bf16")
         if weight_gradient and self.wgrad == "bf16":
             return found.kept("precision.mxfp8.wgrad is bf16")
         if not weight_gradient and (product.side % 32 or product.k % 32):

@@ -40,7 +40,11 @@ from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
 _MX, _FP8, _BLOCKS = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default, _mg.fp8_quantize_blocks.default
-_ALONG_COLUMNS = (_mg.mx_quantize_ragged_columns.default, _mg.fp8_quantize_columns_t.default)
+_ALONG_COLUMNS = (
+    _mg.mx_quantize_ragged_columns.default,
+    _mg.mx_quantize_tokens.default,
+    _mg.fp8_quantize_columns_t.default,
+)
 # What quantises rows as they are gathered, in the place of each quantiser.
 _GATHERING: dict[Any, Any] = {
     _MX: _mg.mx_permute_quantize.default,

@@ -54,7 +54,8 @@ class Operands:
         node, rows = product.node, product.rows
         args: Any = node.args
         if product.kind == "weight gradient":
-            return Cast("gradient", rows * product.n), Cast("rows", rows * product.k)
+            again = product.part != "experts" and any(other.args[-1] is args[-1] for other in low)
+            return Cast("gradient", rows * product.n), Cast("rows", rows * product.k, "made" if again else "kernel")
         if node.target is _mg.expert_ffn.default:
             return self._experts(product)
         source = product.operand or args[0]

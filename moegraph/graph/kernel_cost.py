@@ -128,8 +128,8 @@ def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, flo
     if name in _DENSE:
         inner = next(_tensors(node.args[-1].meta["val"])).shape[-2]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
-    if name == "mx_linear":
-        inner = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    if name in ("mx_linear", "mx_linear_wgrad"):
+        inner = node.args[0].meta["val"].shape[-1 if name == "mx_linear" else 0]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
     if name in ("attention", "attention_backward"):
         query = next(t for n in node.all_input_nodes for t in _tensors(n.meta["val"]) if t.dim() == 4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from moegraph.ops import block_experts as block_experts
 from moegraph.ops import block_mm as block_mm
 from moegraph.ops import mx_linear as mx_linear
+from moegraph.ops import mx_linear_wgrad as mx_linear_wgrad
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm

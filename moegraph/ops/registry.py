@@ -14,6 +14,7 @@ import torch
 
 from moegraph.ops import block_experts as block_experts
 from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
+from moegraph.ops import mx_linear_wgrad as mx_linear_wgrad
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
@@ -76,6 +77,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.grouped_mm_wgrad.default,
         _mg.fp8_grouped_mm_wgrad.default,
         _mg.mx_grouped_mm_wgrad.default,
+        _mg.mx_linear_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )
