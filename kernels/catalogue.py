@@ -230,7 +230,9 @@ def activation_launches(
             for kept in (None, act):
                 launch = gated_forward_launch(z, offsets, kept, narrow, name, activation=activation)
                 yield f"{name}_activation{'_kept' * (kept is not None)}{suffix}", launch
-            yield (
-                f"{name}_gradient{suffix}",
-                gated_gradient_launch(act, z, offsets, z, wide, name, activation=activation),
-            )
+            launch = gated_gradient_launch(act, z, offsets, z, wide, name, activation=activation)
+            yield f"{name}_gradient{suffix}", launch
+    if d_ff % 128 == 0:
+        weight, wide = tensor(rows, kind=torch.float32), empty_rows(z, rows, 2 * d_ff, num_experts, "blocks")
+        given = (act, z, weight, ends, z, act, weight, wide)
+        yield "blocks_weighted_gradient", gated_backward_launch(*given, name="blocks", activation=activation)

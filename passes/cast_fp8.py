@@ -77,7 +77,13 @@ class CastFp8(Pass):
     def decisions(self, joint: fx.GraphModule) -> Decided:
         """Every product that could be cast, whether it is, and why."""
         operands = Operands("fp8" if self.scales == "rowwise" else "blocks", self.folding)
-        return [(product, self.decide(product, operands.casts(product, ()))) for product in products_of(joint.graph)]
+        low, decided = set[fx.Node](), Decided()
+        for product in products_of(joint.graph):
+            found = self.decide(product, operands.casts(product, low))
+            decided.append((product, found))
+            if found.low:
+                low.add(product.node)
+        return decided
 
     def decide(self, product: Product, casts: Sequence[Cast] | None = None) -> Decision:
         """Whether this product is cast, and why. `casts`: those of its operands; left out, kernels of their own."""

@@ -9,9 +9,10 @@
 
 Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
 are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
-alone, dz in bf16 too, for the weight gradient; the last two lines are for what `save-mxfp8` keeps. In FP8 a scale is of
-a whole row, which no tile of a product holds: its activations and their gradients are still quantised by a kernel of
-their own. Every number stays what it was, bit for bit.
+alone, dz in bf16 too, for the weight gradient; lines four and five are for what `save-mxfp8` keeps. FP8 with scales in
+blocks goes the same way, by the pass behind its products. Where a scale is of a whole row, which no tile of a product
+holds, activations and gradients of fused experts are still quantised by a kernel of their own. Every number stays what
+it was, bit for bit.
 
 A quantiser stays where it is when what it reads is made by something else, for other rows than its own, and so does one
 along the other side of an operand, for a weight gradient (weights, which `prepare-weights` quantises once per optimizer
@@ -165,7 +166,7 @@ def _activation(folder: Folder, node: fx.Node) -> str:
     up = act.args[0]
     if len(act.users) > 1:
         return f"{display_name(act)} is read in 16 bits too"
-    parts, problem = _product(folder, node, up, "up_quantized", _mg.mx_up_swiglu_quantized.default)
+    parts, problem = _product(folder, node, up, "up_quantized")
     if problem:
         return problem
     folder.replace_results(node, {0: parts[1], 1: parts[2]})
@@ -178,7 +179,7 @@ def _gradient(folder: Folder, node: fx.Node) -> str:
     """The quantiser of the gradient of a pre-activation."""
     dz: Any = node.args[0]
     product = dz.args[0]
-    parts, problem = _product(folder, node, product, "dgrad_quantized", _mg.mx_dgrad_swiglu_quantized.default)
+    parts, problem = _product(folder, node, product, "dgrad_quantized")
     if problem:
         return problem
     folder.replace_results(node, {0: parts[3], 1: parts[4]})
@@ -227,12 +228,14 @@ def _is_plain(quantiser: fx.Node) -> bool:
     return quantiser.target is _MX and not quantiser.args[2]
 
 
-def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target: Any) -> tuple[dict[int, fx.Node], str]:
+def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str) -> tuple[dict[int, fx.Node], str]:
     """The results of a product that quantises what `node` did; or why there cannot be one."""
-    *arguments, swizzled = product.args
+    target, arguments = _QUANTISING[product.target], list(product.args)
     names = [argument.name for argument in product.target._schema.arguments]  # type: ignore[union-attr]
-    if not (swizzled and node.args[2]):
-        return {}, "its scales or those of the product are not swizzled"
+    if node.target is _MX:
+        swizzled = arguments.pop()
+        if not (swizzled and node.args[2]):
+            return {}, "its scales or those of the product are not swizzled"
     if arguments[names.index("offsets")] is not node.args[1]:
         return {}, f"{display_name(product)} is of other rows"
     if facts(product)["direction"] != facts(node)["direction"]:
@@ -240,10 +243,19 @@ def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target:
     return folder.call(product, product, what, target, tuple(arguments)), ""
 
 
+# Products of experts, and those that write what they make in 8 bits.
+_QUANTISING: dict[Any, Any] = {
+    _mg.mx_up_swiglu.default: _mg.mx_up_swiglu_quantized.default,
+    _mg.mx_dgrad_swiglu.default: _mg.mx_dgrad_swiglu_quantized.default,
+    _mg.fp8_block_up_swiglu.default: _mg.fp8_block_up_swiglu_quantized.default,
+    _mg.fp8_block_dgrad_swiglu.default: _mg.fp8_block_dgrad_swiglu_quantized.default,
+}
 # What makes the rows, which of its results they are (None: its only one), and the quantiser.
 _FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
     **{(_mg.permute.default, None, quantiser): _permuted for quantiser in _GATHERING},
     (_mg.mx_up_swiglu.default, 1, _MX): _activation,
     (_mg.mx_dgrad_swiglu.default, 0, _MX): _gradient,
     (_mg.mx_up_swiglu_quantized.default, 0, _MX): _saved,
+    (_mg.fp8_block_up_swiglu.default, 1, _BLOCKS): _activation,
+    (_mg.fp8_block_dgrad_swiglu.default, 0, _BLOCKS): _gradient,
 }

@@ -43,11 +43,15 @@ class Folding:
 
 @dataclass(frozen=True)
 class Operands:
-    """The casts of operands in one format: `scales` as `swiglu_quantize` names them. Only in MXFP8 (`mx`) do fused
-    products write what they make in 8 bits."""
+    """The casts of operands in one format: `scales` as `swiglu_quantize` names them."""
 
     scales: str
     folding: Folding
+
+    @property
+    def written_by_products(self) -> bool:
+        """Whether fused experts write what they make in 8 bits: not where a scale is of a whole row."""
+        return self.folding.enabled and self.scales != "fp8"
 
     def casts(self, product: Product, low: Collection[fx.Node]) -> tuple[Cast, ...]:
         """Those of a product's operands but weights. `low`: the products before it that are cast."""
@@ -67,7 +71,7 @@ class Operands:
         d, f, copies = product.k, product.n // 3, product.node.args[9]
         assert isinstance(copies, int)
         gathered: Form = "rows" if self.folding.enabled else "gathered"
-        activation: Form = "instead" if self.folding.enabled and self.scales == "mx" else "kernel"
+        activation: Form = "instead" if self.written_by_products else "kernel"
         rows = Cast("rows", product.rows * d, gathered, copies)
         return rows, Cast("activation", product.rows * f, activation)
 
@@ -80,7 +84,7 @@ class Operands:
             return Cast(what, elements, "rows", copies)
         made_by: Any = source.args[0] if source.target is _take else None
         if made_by is not None and made_by.target is _mg.expert_ffn_dgrad.default:
-            return Cast(what, elements, "beside" if self.scales == "mx" and made_by in low else "kernel")
+            return Cast(what, elements, "beside" if self.written_by_products and made_by in low else "kernel")
         width = source.meta["val"].shape[1]
         if width % SHARING[self.scales] == 0 and activation_of(source):
             alone = self.folding.recomputed or len(source.users) == 1

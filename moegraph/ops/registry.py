@@ -106,6 +106,7 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.fp8_up_swiglu.default,
         _mg.fp8_block_grouped_mm.default,
         _mg.fp8_block_up_swiglu.default,
+        _mg.fp8_block_up_swiglu_quantized.default,
     }
 )
 

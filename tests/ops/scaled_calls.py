@@ -49,6 +49,11 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         "fp8_up_swiglu_blocks": (*quantised(x), *quantised(up), offsets),
         "fp8_block_up_swiglu": (*by_block, *square_quantised(torch.randn(3, 2 * f, f))[:2], offsets),
         "fp8_block_dgrad_swiglu": (*by_block, *square_quantised(torch.randn(3, f, f))[:2], z, row_weight, offsets),
+        "fp8_block_up_swiglu_quantized": (*by_block, *square_quantised(torch.randn(3, 2 * f, f))[:2], offsets),
+        "fp8_block_dgrad_swiglu_quantized": (
+            *(*by_block, *square_quantised(torch.randn(3, f, f))[:2]),
+            *(z, row_weight, offsets),
+        ),
         "fp8_quantize_blocks": (torch.randn(case.rows, f), offsets),
         "swiglu_quantized": (z, offsets, 0.0, 0.0, "mx"),
         "swiglu_kept_quantized": (z, None, 1.7, 0.8, "blocks"),

@@ -47,8 +47,9 @@ def test_rows_in_blocks_are_quantised_before_they_are_gathered_and_what_stays_is
     fused = compile_once(small_spec(*BF16, BLOCKS, *BY_128, FUSED)).record("fold-casts")
     have = targets(fused.program.units["moe"].graphs["joint"])
     assert have.count("fp8_permute_quantize_blocks") == 2
-    assert "fp8_block_up_swiglu, which does not quantise" in fused.notes["moe"]
-    assert "fp8_block_dgrad_swiglu, which does not quantise" in fused.notes["moe"]
+    assert have.count("fp8_block_up_swiglu_quantized") == have.count("fp8_block_dgrad_swiglu_quantized") == 1
+    assert have.count("fp8_quantize_blocks") == 4
+    assert fused.notes["moe"] == ""
 
 
 SHARED = ("precision.mxfp8={experts: 'on', shared: 'on'}", "model.moe.shared.d_ff=32")

@@ -94,7 +94,10 @@ def test_an_activation_that_backward_computes_again_costs_nothing_in_forward() -
     assert ([cast.form for cast in again.casts], again.cast_milliseconds) == (["instead"], 0)
 
 
-def test_in_fp8_no_fused_product_writes_8_bits() -> None:
+def test_a_fused_product_writes_8_bits_unless_a_scale_is_of_a_whole_row() -> None:
+    blocks = decisions("precision.fp8=blockwise", FUSED)
+    assert [cast.form for cast in blocks["moe.experts/expert_ffn"].casts] == ["rows", "instead"]
+    assert [cast.form for cast in blocks["moe.experts/grad.grouped_mm_dgrad"].casts] == ["beside"]
     fused, apart = (decisions("precision.fp8=rowwise", *options) for options in ((FUSED,), ()))
     assert [cast.form for cast in fused["moe.experts/expert_ffn"].casts] == ["rows", "kernel"]
     assert [cast.form for cast in fused["moe.experts/grad.grouped_mm_dgrad"].casts] == ["kernel"]

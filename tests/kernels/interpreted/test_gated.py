@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from moegraph import ops
 from moegraph.kernels.activation import Activation
+from moegraph.kernels.gated_backward import gated_backward_launch
 from moegraph.kernels.gated_forward import gated_forward
 from moegraph.kernels.gated_gradient import gated_gradient
+from moegraph.kernels.quantized_rows import empty_rows
 from moegraph.ops.pointwise import swiglu_backward, swiglu_clamped_backward
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.quantize_cases import mismatch
@@ -81,6 +85,17 @@ def test_the_activation_and_its_gradient(
 
 def test_the_clamped_activation_every_day() -> None:
     test_the_activation_and_its_gradient(FEW, "mx", 96, torch.bfloat16, CLAMPED)
+
+
+@pytest.mark.parametrize("name", ["mx", "blocks"])
+def test_the_gradient_with_the_router_weight_is_quantised_as_it_is_stored(name: Literal["mx", "blocks"]) -> None:
+    z, da = inputs(RUNS, 128, torch.bfloat16)
+    weight, ds = torch.rand(RUNS.rows), torch.empty(RUNS.rows)
+    dz, act, in_8_bits = torch.empty_like(z), torch.empty_like(da), empty_rows(z, *z.shape, len(RUNS.sizes), name)
+    gated_backward_launch(da, z, weight, RUNS.offsets, dz, act, ds, in_8_bits, name=name).run()
+    assert dz.any()
+    for have, want in zip(in_8_bits, quantised(dz, RUNS.offsets, name), strict=True):
+        assert mismatch(have, want) == ""
 
 
 def test_without_offsets_all_rows_exist() -> None:
