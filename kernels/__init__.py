@@ -9,6 +9,8 @@
 | `up_swiglu.py` | gathered up projection with the activation in its epilogue | `moegraph.ops.expert_ffn` on a CPU |
 | `dgrad_swiglu.py` | gradient of down, activation and router weight | `moegraph.ops.expert_ffn_dgrad` on a CPU |
 | `gated_backward.py` | the same gradient of the activation as a pass of its own | as `dgrad_swiglu.py` |
+| `gated_forward.py` | the activation as a pass of its own, in 8 bits too | `moegraph.ops.swiglu_quantize` on a CPU |
+| `gated_gradient.py` | its gradient, in 8 bits too | `moegraph.ops.swiglu_quantize` on a CPU |
 | `wgrad.py` | weight gradient, contraction over ragged rows | `moegraph.ops.grouped_mm_wgrad` on a CPU |
 | `payload_wgrad.py` | the same of rows in MXFP8, dequantised as they load | `moegraph.ops.payload_wgrad` on a CPU |
 | `bias_grad.py` | gradient of the experts' biases, a sum over ragged rows | `moegraph.ops.expert_bias_wgrad` on a CPU |

@@ -59,3 +59,20 @@ def gated_slopes(gate, up, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
     by_up = gate * sigmoid
     act = by_up * up
     return act, up * sigmoid + act * (1.0 - sigmoid), by_up
+
+
+@triton.jit
+def gated_gradients(da, gate, up, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Gradients by gate and by up of the activation, of which da is the gradient; operations in the order of
+    `moegraph.ops.pointwise`."""
+    if CLAMPED:
+        free_gate = gate <= LIMIT
+        free_up = (up <= LIMIT) & (up >= -LIMIT)
+        gate = _clamp(gate, LIMIT, False)
+        up = _clamp(up, LIMIT, True)
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+        by_gate = da * (up + 1.0) * (sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)))
+        by_up = da * (gate * sigmoid)
+        return tl.where(free_gate, by_gate, 0.0), tl.where(free_up, by_up, 0.0)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return da * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), da * (gate * sigmoid)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moegraph.kernels.activation import Activation
 from moegraph.kernels.bias_grad import bias_grad_launch, num_parts
 from moegraph.kernels.chips import Card
 from moegraph.kernels.cross_entropy import cross_entropy_backward_launch, cross_entropy_launch
@@ -14,14 +15,21 @@ from moegraph.kernels.direct_rows import put_rows_launch, send_back_launch, sum_
 from moegraph.kernels.embedding_grad import embedding_grad_launch
 from moegraph.kernels.fp8_quantize import fp8_columns_launch, fp8_rows_launch
 from moegraph.kernels.gated_backward import gated_backward_launch
+from moegraph.kernels.gated_forward import gated_forward_launch
+from moegraph.kernels.gated_gradient import gated_gradient_launch
 from moegraph.kernels.launch import Launch
 from moegraph.kernels.move_rows import combine_launch, move_weights_launch, permute_launch
 from moegraph.kernels.mx_dequantize import mx_dequantize_launch
 from moegraph.kernels.mx_payload import mx_decode_launch, mx_encode_launch, mx_split_launch, payload_bytes
 from moegraph.kernels.mx_quantize import empty_quantized, mx_quantize_launch
 from moegraph.kernels.padded_offsets import padded_offsets_launch
-from moegraph.kernels.permute_quantize import fp8_permute_quantize_launch, mx_permute_quantize_launch
+from moegraph.kernels.permute_quantize import (
+    blocks_permute_quantize_launch,
+    fp8_permute_quantize_launch,
+    mx_permute_quantize_launch,
+)
 from moegraph.kernels.products import product_launch
+from moegraph.kernels.quantized_rows import FORMATS, empty_rows
 from moegraph.kernels.shapes import block_problems
 from moegraph.kernels.signals import ARRIVED, FREE, signal_launch, wait_launch
 from moegraph.kernels.sort_rows import count_launch, default_block, place_launch, scan_launch
@@ -197,6 +205,9 @@ def quantize_launches(
     top_k = 8 if rows % 8 == 0 else 1
     moved = (tensor(rows // top_k, columns), index(rows), offsets, data)
     yield "fp8_permute", fp8_permute_quantize_launch(*moved, scale, top_k)
+    if columns % 128 == 0:
+        of_blocks = tensor(columns // 128, rows, kind=torch.float32)
+        yield "fp8_permute_blocks", blocks_permute_quantize_launch(*moved, of_blocks, top_k)
     row_scale = empty_quantized(x, num_experts, rows=True, columns=False, swizzled=True).row_scale
     assert row_scale is not None
     yield "mx_permute_swizzled", mx_permute_quantize_launch(*moved, row_scale, top_k, swizzled=True)
@@ -206,3 +217,31 @@ def quantize_launches(
     for name, find_amax in (("fp8_columns_amax", True), ("fp8_columns", False)):
         yield name, fp8_columns_launch(x, offsets, schedule, amax, scale, data, find_amax=find_amax)
     yield "padded_offsets", padded_offsets_launch(offsets, index(num_experts))
+
+
+def activation_launches(
+    *, rows: int, d_ff: int, num_experts: int, clamped: bool = False
+) -> Iterator[tuple[str, Launch]]:
+    """(name, launch) of what computes an activation of bf16 and its gradient and quantises them, in every format whose
+    blocks fit, on meta tensors; for MXFP8 without offsets as well, as of a linear layer."""
+    activation = Activation(True, 1.702, 7.0) if clamped else Activation()
+
+    def tensor(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    z, act, ends = tensor(rows, 2 * d_ff), tensor(rows, d_ff), tensor(num_experts, kind=torch.int32)
+    for name in FORMATS:
+        if name == "blocks" and d_ff % 128:
+            continue
+        for offsets, suffix in ((ends, ""), *(((None, "_dense"),) if name == "mx" else ())):
+            experts = 0 if offsets is None else num_experts
+            narrow, wide = (empty_rows(z, rows, width, experts, name) for width in (d_ff, 2 * d_ff))
+            for kept in (None, act):
+                launch = gated_forward_launch(z, offsets, kept, narrow, name, activation=activation)
+                yield f"{name}_activation{'_kept' * (kept is not None)}{suffix}", launch
+            launch = gated_gradient_launch(act, z, offsets, z, wide, name, activation=activation)
+            yield f"{name}_gradient{suffix}", launch
+    if d_ff % 128 == 0:
+        weight, wide = tensor(rows, kind=torch.float32), empty_rows(z, rows, 2 * d_ff, num_experts, "blocks")
+        given = (act, z, weight, ends, z, act, weight, wide)
+        yield "blocks_weighted_gradient", gated_backward_launch(*given, name="blocks", activation=activation)

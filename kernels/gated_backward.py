@@ -5,13 +5,15 @@ da [R, F] is the gradient of the activation before the router weight s [R], z [R
     ds = Σ_f da · a      dz = s · da · a'(z)  [R, 2F]      a_s = s · a  [R, F]
 
 What the epilogue of `dgrad_swiglu` computes, for shapes where a product without that epilogue and this pass are
-faster together. Rows past the last offset are written as zeros and not read. dz comes in MXFP8 too where that is asked
-for, with swizzled scales: the bits of quantising dz as stored.
+faster together. Rows past the last offset are written as zeros and not read. dz comes in 8 bits too where that is asked
+for, in MXFP8 or in FP8 with a scale for 128 columns of a row (quantized_rows.py): the bits of quantising dz as stored.
 
 Legend: R rows, F expert width, E experts.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -20,43 +22,13 @@ from torch import Tensor
 
 from moegraph.kernels.activation import Activation, gated_slopes
 from moegraph.kernels.config import Config
-from moegraph.kernels.e4m3 import amax_bits, on_hardware, quantized
+from moegraph.kernels.e4m3 import on_hardware
 from moegraph.kernels.launch import Launch
-from moegraph.kernels.mx_quantize import scale_and_factor
 from moegraph.kernels.mx_scales import padded_places
+from moegraph.kernels.quantized_rows import BLOCKS, FORMATS, MX, store_blocks, store_mx
 
 _WIDTH = 1024  # columns at a time; 256 to 2048 are within 4 % on H200
 _CONFIG = Config(num_warps=4)
-
-
-@triton.jit
-def _store_quantized(
-    x,
-    data_ptr,
-    scale_ptr,
-    r,
-    place,
-    first,
-    inside,
-    real,
-    HALF: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One half of x [ROWS, COLS] fp32 from column `first` on as E4M3, and the scales of rows that lie at `place`."""
-    HIGH: tl.constexpr = (2 * F + 127) // 128
-    blocks = tl.reshape(x, (ROWS, COLS // 32, 32))
-    byte, factor = scale_and_factor(amax_bits(blocks, 2, HARDWARE))
-    data = tl.reshape(quantized(blocks, factor[:, :, None], HARDWARE), (ROWS, COLS))
-    c = first + tl.arange(0, COLS)[None, :]
-    tl.store(data_ptr + 2 * r.to(tl.int64)[:, None] * F + HALF * F + c, data, mask=inside)
-    g = first // 32 + tl.arange(0, COLS // 32)
-    column = HALF * (F // 32) + g
-    at = ((place // 128).to(tl.int64) * HIGH)[:, None] + (column // 4)[None, :]
-    at = at * 512 + (place % 32 * 16 + place % 128 // 32 * 4)[:, None] + (column % 4)[None, :]
-    tl.store(scale_ptr + at, byte.to(tl.uint8), mask=real[:, None] & (g < F // 32)[None, :])
 
 
 @triton.jit
@@ -79,16 +51,17 @@ def gated_backward_kernel(
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    FORMAT: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    """BLOCK_M rows per program, BLOCK_N columns at a time. QUANTIZED: dz in MXFP8 too."""
+    """BLOCK_M rows per program, BLOCK_N columns at a time. FORMAT: of dz in 8 bits, MX or BLOCKS, or 0."""
+    K: tl.constexpr = 2 * F
     r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = r < tl.load(offsets_ptr + E - 1)
     s = tl.load(scale_ptr + r, mask=real, other=0.0)[:, None]
     row = r.to(tl.int64)[:, None] * F
     ds = tl.zeros((BLOCK_M,), tl.float32)
-    if QUANTIZED:
+    if FORMAT == MX:
         place = padded_places(r, offsets_ptr, E, E_PAD)
     for first in range(0, F, BLOCK_N):
         c = first + tl.arange(0, BLOCK_N)[None, :]
@@ -104,15 +77,15 @@ def gated_backward_kernel(
         by_up = (da * by_up).to(dz_ptr.dtype.element_ty)
         tl.store(dz_ptr + 2 * row + c, by_gate, mask=inside)
         tl.store(dz_ptr + 2 * row + F + c, by_up, mask=inside)
-        if QUANTIZED:
-            _store_quantized(
-                by_gate.to(tl.float32), data_ptr, data_scale_ptr, r, place, first, inside, real,
-                0, F, BLOCK_M, BLOCK_N, HARDWARE,
-            )  # fmt: skip
-            _store_quantized(
-                by_up.to(tl.float32), data_ptr, data_scale_ptr, r, place, first, inside, real,
-                1, F, BLOCK_M, BLOCK_N, HARDWARE,
-            )  # fmt: skip
+        gate_x = by_gate.to(tl.float32)
+        up_x = by_up.to(tl.float32)
+        to = data_scale_ptr
+        if FORMAT == MX:
+            store_mx(gate_x, data_ptr, to, r, place, first, inside, real, 0, F, K, BLOCK_M, BLOCK_N, HARDWARE)
+            store_mx(up_x, data_ptr, to, r, place, first, inside, real, 1, F, K, BLOCK_M, BLOCK_N, HARDWARE)
+        if FORMAT == BLOCKS:
+            store_blocks(gate_x, data_ptr, to, r, num_rows, first, inside, 0, F, K, BLOCK_M, BLOCK_N, HARDWARE)
+            store_blocks(up_x, data_ptr, to, r, num_rows, first, inside, 1, F, K, BLOCK_M, BLOCK_N, HARDWARE)
         tl.store(act_ptr + row + c, (act * s).to(act_ptr.dtype.element_ty), mask=inside)
     tl.store(ds_ptr + r, ds, mask=r < num_rows)
 
@@ -127,10 +100,11 @@ def gated_backward_launch(
     ds: Tensor,
     dz_quantized: tuple[Tensor, Tensor] | None = None,
     *,
+    name: Literal["mx", "blocks"] = "mx",
     activation: Activation = Activation(),
 ) -> Launch:
     """The launch that writes `dz` [R, 2F], `act` [R, F] and `ds` [R] fp32, and where it is given `dz_quantized`: FP8
-    data [R, 2F], F a multiple of 32, and swizzled scales that are zeros."""
+    data [R, 2F] and scales in the format of that name, swizzled ones zeros; F is whole blocks of what shares one."""
     rows, f = da.shape
     block_n = min(_WIDTH, triton.next_power_of_2(f))
     block_m = max(_WIDTH // block_n, 1)
@@ -154,7 +128,7 @@ def gated_backward_launch(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         **activation.constants(),
-        "QUANTIZED": dz_quantized is not None,
+        "FORMAT": 0 if dz_quantized is None else FORMATS[name],
         "HARDWARE": on_hardware(),
     }
     return Launch(gated_backward_kernel, (triton.cdiv(rows, block_m),), arguments, constants, _CONFIG)

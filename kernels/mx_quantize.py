@@ -164,7 +164,7 @@ def empty_quantized(x: Tensor, num_experts: int, *, rows: bool, columns: bool, s
     if columns:
         high = tiles * _TILE if num_experts else n
         column_data = x.new_empty(*lead, high, k, dtype=torch.float8_e4m3fn)
-        column_scale = scales(*lead, _up(k, 128), tiles * 4) if swizzled else scales(*lead, high // 32, k)
+        column_scale = scales(*lead, _up(k, 128), tiles * 4) if swizzled else scales(*lead, -(-high // 32), k)
     return Quantized(row_data, row_scale, column_data, column_scale)
 
 

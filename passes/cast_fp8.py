@@ -11,17 +11,19 @@ H200 and H100 have matrix units for it; a CPU emulates the numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import fx
 
-from moegraph.graph.precision_cost import Decision, decide
+from moegraph.graph.precision_cost import Cast, Decision, decide
 from moegraph.graph.program import Unit
 from moegraph.passes.cast_mxfp8 import Decided, cast
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
 from moegraph.passes.low_precision import Product, Recipe, products_of
+from moegraph.passes.operand_casts import Folding, Operands
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
@@ -55,6 +57,7 @@ class CastFp8(Pass):
 
     wgrad: bool = False
     scales: Literal["rowwise", "blockwise"] = "rowwise"
+    folding: Folding = field(default_factory=Folding)
 
     name: ClassVar[str] = "cast-fp8"
     level: ClassVar[Level] = "step"
@@ -66,18 +69,26 @@ class CastFp8(Pass):
     @classmethod
     def from_spec(cls, spec: Spec) -> CastFp8 | None:
         fp8 = spec.precision.fp8
-        return cls(spec.precision.fp8_wgrad, fp8) if fp8 != "off" else None
+        return cls(spec.precision.fp8_wgrad, fp8, Folding.from_spec(spec)) if fp8 != "off" else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         return cast(unit, self.name, ROWWISE if self.scales == "rowwise" else BLOCKWISE, self.decisions)
 
     def decisions(self, joint: fx.GraphModule) -> Decided:
         """Every product that could be cast, whether it is, and why."""
-        return [(product, self.decide(product)) for product in products_of(joint.graph)]
+        operands = Operands("fp8" if self.scales == "rowwise" else "blocks", self.folding)
+        low, decided = set[fx.Node](), Decided()
+        for product in products_of(joint.graph):
+            found = self.decide(product, operands.casts(product, low))
+            decided.append((product, found))
+            if found.low:
+                low.add(product.node)
+        return decided
 
-    def decide(self, product: Product) -> Decision:
-        """Whether this product is cast, and why."""
-        found = decide((product.kind, product.n, product.k, product.rows, product.experts), product.side, "H200")
+    def decide(self, product: Product, casts: Sequence[Cast] | None = None) -> Decision:
+        """Whether this product is cast, and why. `casts`: those of its operands; left out, kernels of their own."""
+        shape = (product.kind, product.n, product.k, product.rows, product.experts)
+        found = decide(shape, product.side, "H200", casts=casts)
         if product.kind == "weight gradient" and not self.wgrad:
             rows = self.scales == "rowwise"
             return found.kept("precision.fp8_wgrad is false" if rows else "there is no weight gradient of blocks")

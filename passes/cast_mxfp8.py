@@ -2,10 +2,11 @@
 
 `precision.mxfp8.experts: on` casts each product of the experts forward and of the input gradient, `shared` those of
 shared experts and `attention` those of its projections (`dense_products`); `auto` those that a roofline model of a B300
-predicts to gain (`moegraph inspect SPEC --precision` prints every decision with its times). Weight gradients stay in
-bf16 unless `wgrad: mxfp8` casts those of the experts too: their contraction is over rows, so both operands are
-quantised again, along their other side, with every expert's run padded by zeros to whole blocks. Router, norms,
-embeddings, head and the core of attention stay as they are.
+predicts to gain with its casts as `fold-casts` will leave them (`moegraph inspect SPEC --precision` prints every
+decision with its times). Weight gradients of what is cast stay in bf16 unless `wgrad: mxfp8` casts them too: their
+contraction is over rows, so both operands are quantised again, along their other side. Zeros complete the last block of
+32 tokens, and of experts those of every run. Router, norms, embeddings, head and the core of attention stay as they
+are.
 
 Where the device has MX matrix units the products run on them; elsewhere they are emulated: the same numbers, up to the
 order of additions, without the speed.
@@ -13,8 +14,8 @@ order of additions, without the speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -23,11 +24,12 @@ from torch import fx
 from moegraph.graph.edit import Rewriter
 from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import display_name, facts
-from moegraph.graph.precision_cost import Decision, decide
+from moegraph.graph.precision_cost import Cast, Decision, decide
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult, Tier
 from moegraph.passes.dense_products import cast_dense, dense_products
 from moegraph.passes.low_precision import Caster, Product, Recipe, products_of
+from moegraph.passes.operand_casts import Folding, Operands
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
@@ -56,6 +58,7 @@ class CastMxfp8(Pass):
     shared: Choice = "off"
     attention: Choice = "off"
     wgrad: Literal["bf16", "mxfp8"] = "bf16"
+    folding: Folding = field(default_factory=Folding)
 
     name: ClassVar[str] = "cast-mxfp8"
     level: ClassVar[Level] = "step"
@@ -67,7 +70,7 @@ class CastMxfp8(Pass):
     @classmethod
     def from_spec(cls, spec: Spec) -> CastMxfp8 | None:
         mx = spec.precision.mxfp8
-        return cls(mx.experts, mx.shared, mx.attention, mx.wgrad) if mx.parts else None
+        return cls(mx.experts, mx.shared, mx.attention, mx.wgrad, Folding.from_spec(spec)) if mx.parts else None
 
     def bound(self, compute: str) -> float:
         """Wider with attention: gradients of queries and keys are differences that the softmax leaves small."""
@@ -86,20 +89,26 @@ class CastMxfp8(Pass):
     def decisions(self, joint: fx.GraphModule) -> Decided:
         """Every product that could be cast, whether it is, and why. Rows that one product quantises are there for
         others."""
-        products = [*products_of(joint.graph), *dense_products(joint)]
-        first = [(product, self.decide(product)) for product in products]
+        operands, low, first = Operands("mx", self.folding), set[fx.Node](), Decided()
+        for product in (*products_of(joint.graph), *dense_products(joint)):
+            found = self.decide(product, operands.casts(product, low))
+            first.append((product, found))
+            if found.low:
+                low.add(product.node)
         made = {_operand(product) for product, found in first if found.low and product.operand is not None}
-        return [(p, found if found.low else self.decide(p, _operand(p) in made)) for p, found in first]
+        return [(p, self._again(p, found) if _operand(p) in made else found) for p, found in first]
 
-    def decide(self, product: Product, quantised: bool = False) -> Decision:
-        """Whether this product is cast, and why; `quantised`: its rows have been for another one."""
+    def _again(self, product: Product, found: Decision) -> Decision:
+        """The decision for a product whose operand is quantised for another one, where that is not cast yet."""
+        return found if found.low else self.decide(product, [replace(cast, form="made") for cast in found.casts])
+
+    def decide(self, product: Product, casts: Sequence[Cast] | None = None) -> Decision:
+        """Whether this product is cast, and why. `casts`: those of its operands; left out, kernels of their own."""
         shape = (product.kind, product.n, product.k, product.rows, product.experts)
-        found = decide(shape, product.side, quantised=quantised)
+        found = decide(shape, product.side, casts=casts)
         if self._choice(product) == "off":
             return found.kept(f"precision.mxfp8.{product.part} is off")
         weight_gradient = product.kind == "weight gradient"
-        if weight_gradient and product.part != "experts":
-            return found.kept("weight gradients of linear layers stay in bf16")
         if weight_gradient and self.wgrad == "bf16":
             return found.kept("precision.mxfp8.wgrad is bf16")
         if not weight_gradient and (product.side % 32 or product.k % 32):

@@ -2,7 +2,7 @@
 
     mm(x, t(w))   or addmm(b, x, t(w))   =>  qx, sx = quantize(x);  qw, sw = quantize(w);   mx_linear(qx, sx, qw, sw, b)
     mm(g, w)      input gradient         =>  the same with g and wᵀ, quantised along its other side
-    mm(t(g), x)   weight gradient        stays in bf16
+    mm(t(g), x)   weight gradient        =>  mx_linear_wgrad(qg, sg, qx, sx) of both quantised along tokens
 
 They are found by the layer node that they come from and by the parameter that they read, so that router, head and the
 gate of shared experts are never among them. Quantise nodes, and what becomes of them, are those of `low_precision`: q,
@@ -64,9 +64,14 @@ def _without_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def cast_dense(c: Caster, product: Product) -> None:
-    """Replaces a forward product or an input gradient by that of quantised operands."""
+    """Replaces a product by that of quantised operands."""
     node = product.node
     x, right = _operands(node)
+    if product.kind == "weight gradient":
+        grad, _ = _without_transposes(x)
+        operands = (*_along_tokens(c, node, grad), *_along_tokens(c, node, right))
+        c.replace(node, c.call(node, "mx_linear_wgrad", _mg.mx_linear_wgrad.default, *operands, *c.recipe.rest))
+        return
     weight, _ = _without_transposes(right)
     bias = node.args[0] if node.target is _aten.addmm.default else None
     by = c.quantized(node, weight) if product.kind == "forward" else _turned(c, node, weight)
@@ -78,4 +83,13 @@ def _turned(c: Caster, at: fx.Node, weight: fx.Node) -> tuple[fx.Node, ...]:
     key = (weight, "transposed")
     if key not in c.made:
         c.made[key] = c.quantized(at, c.call(at, "t", _aten.t.default, weight))
+    return c.made[key]
+
+
+def _along_tokens(c: Caster, at: fx.Node, x: fx.Node) -> tuple[fx.Node, ...]:
+    """(data, scale) of x [T, K] along its tokens."""
+    key = (x, "tokens")
+    if key not in c.made:
+        call = c.call(at, "quantize", _mg.mx_quantize_tokens.default, x, *c.recipe.layout)
+        c.made[key] = c.parts(at, call, 2)
     return c.made[key]

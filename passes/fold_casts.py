@@ -5,15 +5,18 @@
     dz, … = mx_dgrad_swiglu(…);  q = quantize(dz)      =>   dz, …, q = mx_dgrad_swiglu_quantized(…)
     z, a = …_quantized(…);  q = quantize(z)            =>   q, a = mx_up_swiglu_saved(…)
     z = dequantize(q);  dz, … = …_quantized(…, z, …)   =>   dz, … = mx_dgrad_swiglu_saved(…, q, …)
+    a = swiglu(z);  q = quantize(a)                    =>   a, q = swiglu_kept_quantized(z)         see fold_gated
 
 Rows are quantised one by one, so that x is quantised once and not for each of a token's experts, and rows in 16 bits
 are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
-alone, dz in bf16 too, for the weight gradient; the last two lines are for what `save-mxfp8` keeps. In FP8 a scale is of
-a whole row, which no tile of a product holds: its activations and their gradients are still quantised by a kernel of
-their own. Every number stays what it was, bit for bit.
+alone, dz in bf16 too, for the weight gradient; lines four and five are for what `save-mxfp8` keeps. FP8 with scales in
+blocks goes the same way, by the pass behind its products. Where a scale is of a whole row, which no tile of a product
+holds, activations and gradients of fused experts are still quantised by a kernel of their own. Every number stays what
+it was, bit for bit.
 
-A quantiser stays where it is when what it reads is made by something else, for other rows than its own (weights, which
-`prepare-weights` quantises once per optimizer step, are not looked at). The pass says which and why.
+A quantiser stays where it is when what it reads is made by something else, for other rows than its own, and so does one
+along the other side of an operand, for a weight gradient (weights, which `prepare-weights` quantises once per optimizer
+step, are not looked at). The pass says which and why.
 """
 
 from __future__ import annotations
@@ -27,15 +30,29 @@ import torch
 from torch import fx
 
 from moegraph.graph.edit import Rewriter
+from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import display_name, facts, target_name
 from moegraph.graph.program import Unit
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
+from moegraph.passes.fold_gated import fold_gated, gated_activation
 from moegraph.passes.low_precision import prefix_of
 from moegraph.passes.registry import registry
 from moegraph.specs.schema import Spec
 
 _mg = torch.ops.moegraph
-_MX, _FP8 = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default
+_MX, _FP8, _BLOCKS = _mg.mx_quantize_rows.default, _mg.fp8_quantize_rows.default, _mg.fp8_quantize_blocks.default
+_ALONG_COLUMNS = (
+    _mg.mx_quantize_ragged_columns.default,
+    _mg.mx_quantize_tokens.default,
+    _mg.fp8_quantize_columns_t.default,
+)
+# What quantises rows as they are gathered, in the place of each quantiser.
+_GATHERING: dict[Any, Any] = {
+    _MX: _mg.mx_permute_quantize.default,
+    _FP8: _mg.fp8_permute_quantize.default,
+    _BLOCKS: _mg.fp8_permute_quantize_blocks.default,
+}
+_TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 
 @registry.register
@@ -50,22 +67,27 @@ class FoldCasts(Pass):
 
     @classmethod
     def from_spec(cls, spec: Spec) -> FoldCasts | None:
-        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.experts != "off"
+        low = spec.precision.fp8 != "off" or spec.precision.mxfp8.parts
         return cls() if low and spec.passes.fold_casts.enabled else None
 
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
-        folder = Folder(Rewriter(unit.graphs["joint"], self.name))
+        recomputed = unit.options.get("recompute", "none") != "none"
+        folder = Folder(Rewriter(unit.graphs["joint"], self.name), recomputed)
         kept = []
-        quantisers = folder.rewriter.find(_MX) + folder.rewriter.find(_FP8)
+        quantisers = [node for target in _GATHERING for node in folder.rewriter.find(target)]
         # What is saved, with plain scales, comes after what the products read.
-        ragged = sorted((node for node in quantisers if node.args[1] is not None), key=lambda node: _is_plain(node))
-        for node in [*ragged, *folder.rewriter.find(_mg.mx_dequantize_rows.default)]:
+        rows = sorted((node for node in quantisers if not _is_of_weight(node)), key=lambda node: _is_plain(node))
+        for node in [*rows, *folder.rewriter.find(_mg.mx_dequantize_rows.default)]:
             reason = folder.fold(node)
             if reason:
                 kept.append(f"{display_name(node)}: {reason}")
+        columns = [display_name(node) for target in _ALONG_COLUMNS for node in folder.rewriter.find(target)]
+        if columns:
+            kept.append(f"{', '.join(columns)}: along the other side, for weight gradients")
         note = "; ".join(kept)
         if not folder.rewriter.rewritten:
             return PassResult(unit, note=note or "nothing but weights is quantised in this block")
+        folder.rewriter.rewritten += map(display_name, eliminate_dead_code(folder.rewriter.graph))
         joint = folder.rewriter.finish()
         # What was made on the way and is in neither graph is nobody's concern.
         there = {display_name(node) for module in (unit.graphs["joint"], joint) for node in module.graph.nodes}
@@ -75,13 +97,14 @@ class FoldCasts(Pass):
 
 @dataclass
 class Folder:
-    """Rewrites the quantisers of one joint graph."""
+    """Rewrites the quantisers of one joint graph; `recomputed`: backward computes again what is cheap."""
 
     rewriter: Rewriter
+    recomputed: bool = False
     made: dict[Any, dict[int, fx.Node]] = field(default_factory=dict)
 
     def fold(self, node: fx.Node) -> str:
-        """Folds one quantiser of ragged rows, or what restores them; why not, where it stays."""
+        """Folds one quantiser of rows, or what restores them; why not, where it stays."""
         if node.target is _mg.mx_dequantize_rows.default:
             return _restored(self, node)
         source: Any = node.args[0]
@@ -90,6 +113,8 @@ class Folder:
             call, index = source.args
         key = (call.target, index, node.target)
         if key not in _FOLDS:
+            if gated := gated_activation(source):
+                return fold_gated(self, node, gated)
             return f"{display_name(source)} comes from {target_name(call)}, which does not quantise"
         return _FOLDS[key](self, node)
 
@@ -129,7 +154,7 @@ def _permuted(folder: Folder, node: fx.Node) -> str:
     assert isinstance(rows, fx.Node)
     if rows.args[3] is not offsets:
         return f"{display_name(rows)} is of other rows"
-    target = _mg.mx_permute_quantize.default if node.target is _MX else _mg.fp8_permute_quantize.default
+    target = _GATHERING[node.target]
     folder.replace_results(node, folder.call(node, node, "rows_quantize", target, (*rows.args, *layout)))
     folder.remove_unused(rows)
     return ""
@@ -141,7 +166,7 @@ def _activation(folder: Folder, node: fx.Node) -> str:
     up = act.args[0]
     if len(act.users) > 1:
         return f"{display_name(act)} is read in 16 bits too"
-    parts, problem = _product(folder, node, up, "up_quantized", _mg.mx_up_swiglu_quantized.default)
+    parts, problem = _product(folder, node, up, "up_quantized")
     if problem:
         return problem
     folder.replace_results(node, {0: parts[1], 1: parts[2]})
@@ -154,7 +179,7 @@ def _gradient(folder: Folder, node: fx.Node) -> str:
     """The quantiser of the gradient of a pre-activation."""
     dz: Any = node.args[0]
     product = dz.args[0]
-    parts, problem = _product(folder, node, product, "dgrad_quantized", _mg.mx_dgrad_swiglu_quantized.default)
+    parts, problem = _product(folder, node, product, "dgrad_quantized")
     if problem:
         return problem
     folder.replace_results(node, {0: parts[3], 1: parts[4]})
@@ -191,16 +216,26 @@ def _restored(folder: Folder, node: fx.Node) -> str:
     return ""
 
 
+def _is_of_weight(quantiser: fx.Node) -> bool:
+    """Whether it quantises a parameter, either way round."""
+    source: Any = quantiser.args[0]
+    while source.target in _TRANSPOSES:
+        source = source.args[0]
+    return bool(source.op == "placeholder" and quantiser.args[1] is None)
+
+
 def _is_plain(quantiser: fx.Node) -> bool:
     return quantiser.target is _MX and not quantiser.args[2]
 
 
-def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target: Any) -> tuple[dict[int, fx.Node], str]:
+def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str) -> tuple[dict[int, fx.Node], str]:
     """The results of a product that quantises what `node` did; or why there cannot be one."""
-    *arguments, swizzled = product.args
+    target, arguments = _QUANTISING[product.target], list(product.args)
     names = [argument.name for argument in product.target._schema.arguments]  # type: ignore[union-attr]
-    if not (swizzled and node.args[2]):
-        return {}, "its scales or those of the product are not swizzled"
+    if node.target is _MX:
+        swizzled = arguments.pop()
+        if not (swizzled and node.args[2]):
+            return {}, "its scales or those of the product are not swizzled"
     if arguments[names.index("offsets")] is not node.args[1]:
         return {}, f"{display_name(product)} is of other rows"
     if facts(product)["direction"] != facts(node)["direction"]:
@@ -208,11 +243,19 @@ def _product(folder: Folder, node: fx.Node, product: fx.Node, what: str, target:
     return folder.call(product, product, what, target, tuple(arguments)), ""
 
 
+# Products of experts, and those that write what they make in 8 bits.
+_QUANTISING: dict[Any, Any] = {
+    _mg.mx_up_swiglu.default: _mg.mx_up_swiglu_quantized.default,
+    _mg.mx_dgrad_swiglu.default: _mg.mx_dgrad_swiglu_quantized.default,
+    _mg.fp8_block_up_swiglu.default: _mg.fp8_block_up_swiglu_quantized.default,
+    _mg.fp8_block_dgrad_swiglu.default: _mg.fp8_block_dgrad_swiglu_quantized.default,
+}
 # What makes the rows, which of its results they are (None: its only one), and the quantiser.
 _FOLDS: dict[tuple[Any, int | None, Any], Callable[[Folder, fx.Node], str]] = {
-    (_mg.permute.default, None, _MX): _permuted,
-    (_mg.permute.default, None, _FP8): _permuted,
+    **{(_mg.permute.default, None, quantiser): _permuted for quantiser in _GATHERING},
     (_mg.mx_up_swiglu.default, 1, _MX): _activation,
     (_mg.mx_dgrad_swiglu.default, 0, _MX): _gradient,
     (_mg.mx_up_swiglu_quantized.default, 0, _MX): _saved,
+    (_mg.fp8_block_up_swiglu.default, 1, _BLOCKS): _activation,
+    (_mg.fp8_block_dgrad_swiglu.default, 0, _BLOCKS): _gradient,
 }

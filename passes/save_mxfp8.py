@@ -33,6 +33,7 @@ _Z: dict[Any, int] = {  # which argument is the pre-activation
     _mg.expert_ffn_dgrad.default: 1,
     _mg.mx_dgrad_swiglu.default: 4,
     _mg.fp8_dgrad_swiglu.default: 4,
+    _mg.fp8_block_dgrad_swiglu.default: 4,
 }
 
 

@@ -32,10 +32,10 @@ def dense_products_fit(spec: Spec, report: Report) -> None:
 
 
 def weight_gradients_exist(spec: Spec, report: Report) -> None:
-    """Weight gradients in MXFP8 are those of experts that are cast."""
+    """Weight gradients in MXFP8 are those of parts of the model that are cast."""
     mxfp8 = spec.precision.mxfp8
-    if mxfp8.wgrad != "bf16" and mxfp8.experts == "off":
-        message = "has no effect with precision.mxfp8.experts off"
+    if mxfp8.wgrad != "bf16" and not mxfp8.parts:
+        message = "has no effect with precision.mxfp8.experts, shared and attention off"
         report.add("precision.mxfp8.wgrad", message, allowed="bf16", fix="add precision.mxfp8.experts=on or auto")
 
 

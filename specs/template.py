@@ -95,7 +95,7 @@ precision:
     shared: off                        # on | auto: linear layers of shared experts
     attention: off                     # on | auto: projections of attention
     dispatch: off                      # on | auto: rows that travel to other ranks, in half the bytes
-    wgrad: bf16                        # or mxfp8: the experts' weight gradients
+    wgrad: bf16                        # or mxfp8: weight gradients of what is cast
   fp8: off                             # rowwise | blockwise: experts in Hopper's 8-bit format
   fp8_wgrad: false                     # their weight gradients too
 

@@ -73,13 +73,19 @@ def _calls(rows: int, d: int, f: int) -> dict[str, Callable[[torch.device], tupl
         given = (g, gs, w, ws, z.to(device), row_weight.to(device), offsets, 0.0, 0.0, True)
         return tuple(_mg.mx_dgrad_swiglu(*given))
 
+    def linear_wgrad(device: torch.device) -> tuple[Tensor, ...]:
+        operands = [part for each in (grad, x) for part in _mg.mx_quantize_tokens(each[:-5].to(device), True)]
+        return (_mg.mx_linear_wgrad(*operands, True),)
+
     return {
         "mx_quantize_rows": lambda device: ops.mx_quantize_rows(x.to(device), ends.to(device), swizzled=True),
         "mx_quantize_columns": lambda device: ops.mx_quantize_ragged_columns(x.to(device), ends.to(device))[:2],
+        "mx_quantize_tokens": lambda device: _mg.mx_quantize_tokens(x[:-5].to(device), True),
         "mx_permute_quantize": moved,
         "mx_grouped_mm": lambda device: (_mg.mx_grouped_mm(*quantised(device, x, turned), None, None, True),),
         "mx_up_swiglu": lambda device: tuple(_mg.mx_up_swiglu(*quantised(device, x, up), None, 0.0, 0.0, True)),
         "mx_dgrad_swiglu": dgrad,
+        "mx_linear_wgrad": linear_wgrad,
     }
 
 

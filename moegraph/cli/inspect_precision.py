@@ -22,10 +22,11 @@ def print_precision(compiled: Compiled, *, as_json: bool) -> None:
     from moegraph.passes.cast_dispatch import CastDispatch
     from moegraph.passes.cast_fp8 import CastFp8
     from moegraph.passes.cast_mxfp8 import CastMxfp8
+    from moegraph.passes.operand_casts import Folding
     from moegraph.passes.pipeline import TRACE
 
     asked = CastMxfp8.from_spec(compiled.spec) or CastFp8.from_spec(compiled.spec)
-    made_by = asked or CastMxfp8("auto", "auto", "auto")
+    made_by = asked or CastMxfp8("auto", "auto", "auto", folding=Folding.from_spec(compiled.spec))
     products = _products(compiled.record(TRACE).program, made_by)
     asked_to_send = CastDispatch.from_spec(compiled.spec)
     sender = asked_to_send or CastDispatch("auto", compiled.spec.layout.ep)
@@ -40,7 +41,19 @@ def print_precision(compiled: Compiled, *, as_json: bool) -> None:
     print(
         made_by.name if asked else f"the spec casts nothing; with precision.mxfp8 auto throughout {made_by.name} would:"
     )
-    columns = ["kind", "node", "product", ">n", ">k", "format", ">bf16 ms", ">8 bit ms", "why"]
+    columns = [
+        "kind",
+        "node",
+        "product",
+        ">n",
+        ">k",
+        "format",
+        ">bf16 ms",
+        ">8 bit ms",
+        ">casts ms",
+        "quantised",
+        "why",
+    ]
     print_table(columns, [_product_row(row, made_by.name.removeprefix("cast-")) for row in products])
     _print_trips(trips, sender.name, asked_to_send is not None)
 
@@ -49,7 +62,13 @@ def _products(program: Program, made_by: CastMxfp8 | CastFp8) -> list[dict[str, 
     from moegraph.graph.names import display_name
 
     return [
-        {"kind": kind, "node": display_name(product.node), "part": product.part, **found.to_json()}
+        {
+            "kind": kind,
+            "node": display_name(product.node),
+            "part": product.part,
+            **found.to_json(),
+            "quantised": ", ".join(map(str, found.casts)),
+        }
         for kind, unit in program.units.items()
         for product, found in made_by.decisions(unit.graphs["joint"])
     ]
@@ -77,7 +96,9 @@ def _before(compiled: Compiled, name: str) -> Program:
 
 def _product_row(row: dict[str, Any], name: str) -> list[str]:
     what, n, k, _, _ = row["shape"]
-    return [row["kind"], row["node"], what, str(n), str(k), name if row["low"] else "bf16", *_times(row), row["reason"]]
+    shape = [row["kind"], row["node"], what, str(n), str(k)]
+    casts = [f"{row['cast_milliseconds']:.3f}", row["quantised"]]
+    return [*shape, name if row["low"] else "bf16", *_times(row), *casts, row["reason"]]
 
 
 def _print_trips(trips: list[dict[str, Any]], name: str, asked: bool) -> None:

@@ -32,6 +32,7 @@ _DENSE = {"mm", "addmm", "bmm", "baddbmm"}
 _SENDS = {"direct_put", "direct_dispatch", "direct_return", "direct_take", "exact_exchange", "all_to_all_single"}
 _GATHERS = {"permute", "combine", "embedding"}
 _PRODUCTS = ("grouped_mm", "swiglu", "expert_ffn")  # parts of the names of products of experts
+_ACTIVATIONS = {"swiglu_quantized", "swiglu_kept_quantized", "swiglu_backward_quantized"}
 _CODERS = {"mx_encode", "mx_decode", "mx_split"}  # casts of rows that travel
 # uint8: of a payload, when nothing else says what a product multiplies
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16", torch.uint8: "bf16"}
@@ -128,8 +129,8 @@ def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, flo
     if name in _DENSE:
         inner = next(_tensors(node.args[-1].meta["val"])).shape[-2]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
-    if name == "mx_linear":
-        inner = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    if name in ("mx_linear", "mx_linear_wgrad"):
+        inner = node.args[0].meta["val"].shape[-1 if name == "mx_linear" else 0]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
     if name in ("attention", "attention_backward"):
         query = next(t for n in node.all_input_nodes for t in _tensors(n.meta["val"]) if t.dim() == 4)
@@ -137,6 +138,8 @@ def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, flo
         window = next((arg for arg in node.args if isinstance(arg, int) and not isinstance(arg, bool)), None)
         forward = 4.0 * sequences * heads * width * visible_keys(length, window)
         return forward * (_BACKWARD_PRODUCTS if name.endswith("backward") else 1), "attention", ATTENTION
+    if name in _ACTIVATIONS:
+        return 0.0, "other", 1.0
     if any(part in name for part in _PRODUCTS):
         per_row = sum(2.0 * math.prod(weight.shape[1:]) for weight in _weights(node))
         return per_row * rows.routed, "experts", PRODUCTS

@@ -15,9 +15,11 @@ from __future__ import annotations
 from moegraph.ops import block_experts as block_experts
 from moegraph.ops import block_mm as block_mm
 from moegraph.ops import mx_linear as mx_linear
+from moegraph.ops import mx_linear_wgrad as mx_linear_wgrad
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import scaled_mm as scaled_mm
+from moegraph.ops import swiglu_quantize as swiglu_quantize
 from moegraph.ops.attention import attention, attention_backward
 from moegraph.ops.attention_cuda import attention_backend
 from moegraph.ops.balance import (
@@ -60,7 +62,7 @@ from moegraph.ops.mx_format import mx_dequantize, mx_quantize
 from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, gather_weights_backward, permute, sort_by_expert
-from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
+from moegraph.ops.permute_quantize import fp8_permute_quantize, fp8_permute_quantize_blocks, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_dequantize_rows,
@@ -132,6 +134,7 @@ __all__ = [
     "expert_scores",
     "flops",
     "fp8_permute_quantize",
+    "fp8_permute_quantize_blocks",
     "fp8_quantize_blocks",
     "fp8_quantize_columns_t",
     "fp8_quantize_rows",

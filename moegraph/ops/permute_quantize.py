@@ -1,10 +1,12 @@
 """`permute` and then quantising, as one operator: a token's row is quantised once, not once for each of its experts.
 
-    mx_permute_quantize    mx_quantize_rows(permute(x), offsets)
-    fp8_permute_quantize   fp8_quantize_rows(permute(x), offsets)
+    mx_permute_quantize           mx_quantize_rows(permute(x), offsets)
+    fp8_permute_quantize          fp8_quantize_rows(permute(x), offsets)
+    fp8_permute_quantize_blocks   fp8_quantize_blocks(permute(x), offsets)
 
-Both give those bits, since a row is quantised by itself. The gathered rows in 16 bits are never written. Kernels and
-rules of the quantisers: `quantize`, `quantize_fp8`; of moving rows: `permute`. Nothing here has a gradient.
+All give those bits, since a row is quantised by itself. The gathered rows in 16 bits are never written. Kernels and
+rules of the quantisers: `quantize`, `quantize_fp8`, `quantize_blocks`; of moving rows: `permute`. Nothing here has a
+gradient.
 
 Legend: T tokens, D width, E experts, K top-k, R rows = T·K, R' padded rows = (ceil(R / 128) + E) · 128; ⌈n⌉ is n
 rounded up to a multiple of 128.
@@ -19,6 +21,8 @@ from moegraph.ops import fp8_format
 from moegraph.ops.mx_format import BLOCK, check_mx_input, mx_quantize
 from moegraph.ops.mx_scales import TILE, num_tiles, swizzle_row_scales, zero_past
 from moegraph.ops.quantize import uses_kernels
+from moegraph.ops.quantize_blocks import BLOCK as WIDE_BLOCK
+from moegraph.ops.quantize_blocks import check_rows_in_blocks, quantize_row_blocks
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -96,4 +100,38 @@ def fp8_permute_quantize(
     Rows past offsets[-1] have data 0 and scale 1. Raises ValueError for another dtype.
     """
     data, scale = _fp8_permute_quantize(x, order, inverse, offsets, top_k)
+    return data, scale
+
+
+@torch.library.custom_op("moegraph::fp8_permute_quantize_blocks", mutates_args=())
+def _fp8_permute_quantize_blocks(
+    x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    check_rows_in_blocks(x)
+    if uses_kernels(x):
+        from moegraph.kernels import permute_quantize as kernels
+
+        return kernels.blocks_permute_quantize(x.contiguous(), inverse, offsets, top_k)
+    token = torch.div(order, top_k, rounding_mode="floor")
+    data, scale = quantize_row_blocks(x)
+    past = torch.arange(token.shape[0], dtype=torch.int32, device=x.device) >= offsets[-1]
+    return _gathered(data, token, offsets), scale.index_select(1, token).masked_fill(past, 1.0)
+
+
+@_fp8_permute_quantize_blocks.register_fake
+def _(x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    check_rows_in_blocks(x)
+    rows, d = order.shape[0], x.shape[1]
+    return x.new_empty(rows, d, dtype=_E4M3), x.new_empty(d // WIDE_BLOCK, rows, dtype=torch.float32)
+
+
+def fp8_permute_quantize_blocks(
+    x: Tensor, order: Tensor, inverse: Tensor, offsets: Tensor, *, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Token rows x [T, D] bf16, fp16 or fp32 → expert-sorted (data [R, D] FP8, scale [D/128, R] fp32), one scale per
+    128 elements of a row.
+
+    Rows past offsets[-1] have data 0 and scale 1. Raises ValueError for another dtype and D not a multiple of 128.
+    """
+    data, scale = _fp8_permute_quantize_blocks(x, order, inverse, offsets, top_k)
     return data, scale

@@ -55,13 +55,18 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (z,) = ctx.saved_tensors
-        wide = accumulate_dtype(z.dtype)
-        gate, up = z.to(wide).chunk(2, dim=-1)
-        grad = grads[0].to(wide)
-        sigma = torch.sigmoid(gate)
-        grad_gate = grad * up * (sigma * (1.0 + gate * (1.0 - sigma)))
-        grad_up = grad * (gate * sigma)
-        return torch.cat((grad_gate, grad_up), dim=-1).to(z.dtype)
+        return swiglu_backward(grads[0], z)
+
+
+def swiglu_backward(grad: Tensor, z: Tensor) -> Tensor:
+    """The gradient of z [R, 2F] where `grad` [R, F] is that of `swiglu`, rounded once."""
+    wide = accumulate_dtype(z.dtype)
+    gate, up = z.to(wide).chunk(2, dim=-1)
+    grad = grad.to(wide)
+    sigma = torch.sigmoid(gate)
+    grad_gate = grad * up * (sigma * (1.0 + gate * (1.0 - sigma)))
+    grad_up = grad * (gate * sigma)
+    return torch.cat((grad_gate, grad_up), dim=-1).to(z.dtype)
 
 
 def swiglu(z: Tensor) -> Tensor:
@@ -89,17 +94,21 @@ class _SwigluClamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (z,) = ctx.saved_tensors
-        alpha, limit = ctx.alpha, ctx.limit
-        wide = accumulate_dtype(z.dtype)
-        free_gate, free_up = z.to(wide).chunk(2, dim=-1)
-        gate, up = free_gate.clamp(max=limit), free_up.clamp(-limit, limit)
-        grad = grads[0].to(wide)
-        sigma = torch.sigmoid(alpha * gate)
-        grad_gate = grad * (up + 1.0) * (sigma * (1.0 + alpha * gate * (1.0 - sigma)))
-        grad_up = grad * (gate * sigma)
-        grad_gate = torch.where(free_gate <= limit, grad_gate, 0.0)
-        grad_up = torch.where(free_up.abs() <= limit, grad_up, 0.0)
-        return torch.cat((grad_gate, grad_up), dim=-1).to(z.dtype), None, None
+        return swiglu_clamped_backward(grads[0], z, ctx.alpha, ctx.limit), None, None
+
+
+def swiglu_clamped_backward(grad: Tensor, z: Tensor, alpha: float, limit: float) -> Tensor:
+    """The gradient of z [R, 2F] where `grad` [R, F] is that of `swiglu_clamped`, rounded once."""
+    wide = accumulate_dtype(z.dtype)
+    free_gate, free_up = z.to(wide).chunk(2, dim=-1)
+    gate, up = free_gate.clamp(max=limit), free_up.clamp(-limit, limit)
+    grad = grad.to(wide)
+    sigma = torch.sigmoid(alpha * gate)
+    grad_gate = grad * (up + 1.0) * (sigma * (1.0 + alpha * gate * (1.0 - sigma)))
+    grad_up = grad * (gate * sigma)
+    grad_gate = torch.where(free_gate <= limit, grad_gate, 0.0)
+    grad_up = torch.where(free_up.abs() <= limit, grad_up, 0.0)
+    return torch.cat((grad_gate, grad_up), dim=-1).to(z.dtype)
 
 
 def swiglu_clamped(z: Tensor, *, alpha: float, limit: float) -> Tensor:

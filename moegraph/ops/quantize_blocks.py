@@ -27,12 +27,17 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def _check(x: Tensor, offsets: Tensor | None) -> None:
-    check_fp8_input(x)
     if x.dim() != (3 if offsets is None else 2):
         wanted = "weights [E, N, K]" if offsets is None else "rows [R, K] with offsets"
         raise ValueError(f"fp8_quantize_blocks: {list(x.shape)} is not {wanted}")
+    check_rows_in_blocks(x)
+
+
+def check_rows_in_blocks(x: Tensor) -> None:
+    """Raises ValueError for a dtype that FP8 is not made of, and where the last axis is not whole blocks of 128."""
+    check_fp8_input(x)
     if x.shape[-1] % BLOCK:
-        raise ValueError(f"fp8_quantize_blocks: {x.shape[-1]} columns are not whole blocks of {BLOCK}")
+        raise ValueError(f"fp8 in blocks: {x.shape[-1]} columns are not whole blocks of {BLOCK}")
 
 
 def _scale_shape(x: Tensor) -> tuple[int, ...]:
@@ -40,8 +45,9 @@ def _scale_shape(x: Tensor) -> tuple[int, ...]:
     return (blocks, x.shape[0]) if x.dim() == 2 else (x.shape[0], -(-x.shape[1] // BLOCK), blocks)
 
 
-def _rows(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = zero_past(x, offsets).reshape(x.shape[0], -1, BLOCK)
+def quantize_row_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [R, K] → (data [R, K] FP8, scale [K/128, R] fp32), in plain torch."""
+    blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     scale, factor = scale_and_factor(magnitude_bits(blocks).amax(-1))
     return to_e4m3(blocks.float() * factor[..., None]).flatten(1), scale.t().contiguous()
 
@@ -61,7 +67,7 @@ def _fp8_quantize_blocks(x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Ten
         from moegraph.kernels import fp8_quantize_blocks as kernels
 
         return kernels.fp8_quantize_blocks(x.contiguous(), offsets)
-    return _squares(x) if offsets is None else _rows(x, offsets)
+    return _squares(x) if offsets is None else quantize_row_blocks(zero_past(x, offsets))
 
 
 @_fp8_quantize_blocks.register_fake

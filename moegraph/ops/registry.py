@@ -15,11 +15,13 @@ import torch
 from moegraph.ops import block_experts as block_experts
 from moegraph.ops import linear_wgrad as linear_wgrad  # registers what ADDING names
 from moegraph.ops import mx_linear as mx_linear  # these register what WEIGHT_GRADIENTS and SCALED_PRODUCTS name
+from moegraph.ops import mx_linear_wgrad as mx_linear_wgrad
 from moegraph.ops import mx_mm as mx_mm
 from moegraph.ops import mx_quantized_mm as mx_quantized_mm  # registers MXFP8's products, with those of mx_mm
 from moegraph.ops import mx_wgrad as mx_wgrad
 from moegraph.ops import payload_wgrad as payload_wgrad
 from moegraph.ops import scaled_mm as scaled_mm  # registers what WEIGHT_GRADIENTS names
+from moegraph.ops import swiglu_quantize as swiglu_quantize  # registers activations that are quantised as well
 from moegraph.ops.attention import attention
 from moegraph.ops.balance import (
     balance_micro_batch,
@@ -51,7 +53,7 @@ from moegraph.ops.linear import linear, router_logits
 from moegraph.ops.mx_payload import mx_decode, mx_encode, mx_split
 from moegraph.ops.norm import rms_norm
 from moegraph.ops.permute import combine, gather_weights, permute, sort_by_expert
-from moegraph.ops.permute_quantize import fp8_permute_quantize, mx_permute_quantize
+from moegraph.ops.permute_quantize import fp8_permute_quantize, fp8_permute_quantize_blocks, mx_permute_quantize
 from moegraph.ops.pointwise import add, merge_heads, scale, scale_rows, sigmoid, split_heads, swiglu, swiglu_clamped
 from moegraph.ops.quantize import (
     mx_dequantize_rows,
@@ -78,6 +80,7 @@ WEIGHT_GRADIENTS: frozenset[Any] = frozenset(
         _mg.fp8_grouped_mm_wgrad.default,
         _mg.mx_grouped_mm_wgrad.default,
         _mg.payload_grouped_mm_wgrad.default,
+        _mg.mx_linear_wgrad.default,
         _mg.expert_bias_wgrad.default,
     }
 )
@@ -112,6 +115,7 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.fp8_up_swiglu.default,
         _mg.fp8_block_grouped_mm.default,
         _mg.fp8_block_up_swiglu.default,
+        _mg.fp8_block_up_swiglu_quantized.default,
     }
 )
 
@@ -207,6 +211,7 @@ OPERATORS: dict[Callable[..., Any], Facts] = {
     fp8_quantize_columns_t: Facts("gather", (_mg.fp8_quantize_columns_t.default,)),
     mx_permute_quantize: Facts("gather", (_mg.mx_permute_quantize.default,)),
     fp8_permute_quantize: Facts("gather", (_mg.fp8_permute_quantize.default,)),
+    fp8_permute_quantize_blocks: Facts("gather", (_mg.fp8_permute_quantize_blocks.default,)),
     balance_sequence: Facts("pointwise"),
     balance_micro_batch: Facts("pointwise"),
     probability_sum: Facts("pointwise"),

@@ -37,8 +37,8 @@ class Layout(Section):
 class Mxfp8(Section):
     """Where MXFP8 casts are inserted: `on`, or where a model of the hardware predicts a gain. `shared` are the linear
     layers of shared experts, `attention` the q, k, v and output projections, `dispatch` the rows that travel to experts
-    of other ranks. `wgrad` is the format of the experts' weight gradients, `saved` whether fused experts keep their
-    pre-activation for backward in MXFP8."""
+    of other ranks. `wgrad` is the format of weight gradients of all that is cast, `saved` whether fused experts keep
+    their pre-activation for backward in MXFP8."""
 
     experts: Literal["auto", "on", "off"] = "off"
     saved: Literal["on", "off"] = "off"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moegraph import ops
+from moegraph.ops.mx_linear_wgrad import mx_quantize_tokens
 from moegraph.ops.quantize import mx_quantize_ragged_columns
 from moegraph.ops.scaled_mm import WGRAD_ALIGN
 from tests.kernels.cases import ragged
@@ -48,9 +49,19 @@ def scaled_calls() -> dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]]:
         "fp8_up_swiglu_blocks": (*quantised(x), *quantised(up), offsets),
         "fp8_block_up_swiglu": (*by_block, *square_quantised(torch.randn(3, 2 * f, f))[:2], offsets),
         "fp8_block_dgrad_swiglu": (*by_block, *square_quantised(torch.randn(3, f, f))[:2], z, row_weight, offsets),
+        "fp8_block_up_swiglu_quantized": (*by_block, *square_quantised(torch.randn(3, 2 * f, f))[:2], offsets),
+        "fp8_block_dgrad_swiglu_quantized": (
+            *(*by_block, *square_quantised(torch.randn(3, f, f))[:2]),
+            *(z, row_weight, offsets),
+        ),
         "fp8_quantize_blocks": (torch.randn(case.rows, f), offsets),
+        "swiglu_quantized": (z, offsets, 0.0, 0.0, "mx"),
+        "swiglu_kept_quantized": (z, None, 1.7, 0.8, "blocks"),
+        "swiglu_backward_quantized": (torch.randn(case.rows, f).bfloat16(), z, offsets, 0.0, 0.0, "fp8"),
         "mx_grouped_mm": (*mx_quantised(x), *mx_quantised(down_t), offsets, bias, row_weight),
         "mx_grouped_mm_wgrad": (*mx_runs, mx_ends),
+        "mx_quantize_tokens": (x, True),
+        "mx_linear_wgrad": (*mx_quantize_tokens(x, False), *mx_quantize_tokens(z, False)),
         "mx_linear": (*mx_quantised(x), *mx_quantised(down_t[0]), bias[0]),
         "mx_up_swiglu": (*mx_quantised(x), *mx_quantised(up), offsets),
         "mx_up_swiglu_quantized": (*swizzled(x), *swizzled(up), offsets),

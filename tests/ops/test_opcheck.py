@@ -128,6 +128,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], tuple[str, ...]]] = {
     "fp8_quantize_columns_t": (mg.fp8_quantize_columns_t, (*floats((ROWS, D)), OFFSETS), NO_GRADIENT),
     "mx_permute_quantize": (mg.mx_permute_quantize, (*floats((T, 64)), *DROPPED, K, True), NO_GRADIENT),
     "fp8_permute_quantize": (mg.fp8_permute_quantize, (*floats((T, D)), *DROPPED, K), NO_GRADIENT),
+    "fp8_permute_quantize_blocks": (
+        mg.fp8_permute_quantize_blocks,
+        (*floats((T, 128)), *DROPPED, K),
+        NO_GRADIENT,
+    ),
     "mx_encode": (mg.mx_encode, (*floats((T, 64)),), NO_GRADIENT),
     "mx_decode": (mg.mx_decode, (ops.mx_encode(*floats((T, 64))),), NO_GRADIENT),
     "payload_grouped_mm_wgrad": (

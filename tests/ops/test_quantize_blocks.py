@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from moegraph import ops
-from moegraph.ops.block_experts import fp8_block_dgrad_swiglu, fp8_block_up_swiglu
+from moegraph.ops.block_experts import (
+    fp8_block_dgrad_swiglu,
+    fp8_block_dgrad_swiglu_quantized,
+    fp8_block_up_swiglu,
+    fp8_block_up_swiglu_quantized,
+)
 from moegraph.ops.block_mm import fp8_block_grouped_mm
 from moegraph.ops.expert_ffn import activation_slopes, gated_gradient
 from tests.kernels.cases import ragged, relative_error
@@ -63,6 +68,12 @@ def test_the_experts_halves_are_a_product_and_a_pass_over_it(alpha: float, limit
     for mine, true in zip(have, want, strict=True):
         assert relative_error(mine, true) < 3e-3
         assert not mine[REAL:].any()
+    both = fp8_block_up_swiglu_quantized(*x, *up, CASE.offsets, bias, alpha, limit)
+    alone = (z, *ops.fp8_quantize_blocks(act, CASE.offsets))
+    gradients = fp8_block_dgrad_swiglu_quantized(*x, *down, *rest)
+    apart = (*have, *ops.fp8_quantize_blocks(have[0], CASE.offsets))
+    for a, b in zip((*both, *gradients), (*alone, *apart), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_what_has_no_whole_blocks_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from moegraph.cli.inspect_precision import print_precision
 from moegraph.errors import SpecError
 from moegraph.graph.names import display_name, facts
-from moegraph.graph.precision_cost import decide
+from moegraph.graph.precision_cost import Cast, decide
 from moegraph.graph.program import Unit, ports, results
 from moegraph.passes.cast_mxfp8 import CastMxfp8
 from moegraph.specs import Spec
@@ -49,13 +49,29 @@ def test_every_projection_is_cast_forward_and_backward_and_q_k_and_v_read_one_qu
     forward, backward = unit.graphs["forward"], unit.graphs["backward"]
     assert calls(forward, "mx_linear") == LINEAR
     assert sorted(calls(backward, "mx_linear")) == sorted(LINEAR)
-    assert calls(forward, "mx_quantize_rows") == ["attention.q", "attention.output", "shared.up", "shared.down"]
-    assert len(calls(backward, "mx_quantize_rows")) == 6  # gradients of q, k and v are three
+    assert calls(forward, "mx_quantize_rows") == ["attention.q", "attention.output", "shared.up"]
+    assert calls(forward, "swiglu_kept_quantized") == calls(backward, "swiglu_backward_quantized") == ["shared.act"]
+    assert len(calls(backward, "mx_quantize_rows")) == 5  # gradients of q, k and v are three
     assert sorted(calls(unit.graphs["prepare"], "mx_quantize_rows")) == sorted(2 * LINEAR)
     assert calls(unit.graphs["evaluate"], "mx_linear") == LINEAR
     plain = [facts(n)["layer"] for n in forward.graph.nodes if "aten.mm" in str(n.target)]
     assert plain == ["moe.router"]  # and experts, norms and the core of attention are in bf16 as well
     assert len(calls(forward, "grouped_mm")) == 2
+
+
+def test_weight_gradients_are_cast_as_well_if_asked_for_and_x_is_quantised_along_tokens_once() -> None:
+    unit = moe(small_spec(*BF16, "precision.mxfp8={shared: 'on', attention: 'on', wgrad: mxfp8}"))
+    late = unit.graphs["backward_weight"]
+    assert sorted(calls(late, "mx_linear_wgrad")) == sorted(LINEAR)
+    quantised = calls(late, "mx_quantize_tokens")
+    assert sum(layer in ("attention.q", "attention.k", "attention.v") for layer in quantised) == 3 + 1  # x is one
+    assert len(quantised) == 6 + 4
+    for graph in ("forward", "backward"):
+        kept = [facts(n)["layer"] for n in unit.graphs[graph].graph.nodes if "aten.mm" in str(n.target)]
+        assert set(kept) == {"moe.router"}
+    forward = unit.graphs["forward"]
+    saved = [n for p, n in zip(ports(forward, "outputs"), results(forward), strict=True) if p.role == "saved"]
+    assert not [display_name(n) for n in saved if n.meta["val"].dtype in (torch.float8_e4m3fn, torch.uint8)]
 
 
 @pytest.mark.parametrize("policy", [pytest.param("none", marks=SLOW), "selective", pytest.param("full", marks=SLOW)])
@@ -82,6 +98,7 @@ def test_nothing_quantised_is_kept_and_weights_are_quantised_twice_whatever_is_r
     [
         (BIASED, DENSE),
         pytest.param((ALL, "passes.recompute.policy=selective"), marks=SLOW),
+        pytest.param((ALL, BIASED, "precision.mxfp8.wgrad=mxfp8"), marks=SLOW),
         pytest.param((ALL, "layout={dp: 2, ep: 2, transport: padded, capacity: 2}"), marks=SLOW),
         pytest.param(
             (ALL, "layout={pp: 2, microbatches: 4, schedule: 1f1b}", "model.num_layers=2"),
@@ -100,10 +117,11 @@ def test_verify_proves_it_with_the_routers_choices_held_fixed(overrides: tuple[s
 
 
 @pytest.mark.slow
-def test_a_whole_step_is_near_that_in_bf16() -> None:
+@pytest.mark.parametrize("wgrad", ["bf16", "mxfp8"])
+def test_a_whole_step_is_near_that_in_bf16(wgrad: str) -> None:
     batch = random_batch(small_spec(*BF16))
     plain, expected = compute_step(small_spec(*BF16, BIASED), batch)
-    low, gradients = compute_step(small_spec(*BF16, BIASED, DENSE), batch)
+    low, gradients = compute_step(small_spec(*BF16, BIASED, DENSE, f"precision.mxfp8.wgrad={wgrad}"), batch)
     assert 0 < relative_error(low.loss, plain.loss) < 1e-2
     for name in ("layers.0.attention.v.weight", "layers.0.attention.output.weight", "layers.0.shared.w_down"):
         assert sqnr(expected[name], gradients[name]) > 12, name
@@ -111,7 +129,7 @@ def test_a_whole_step_is_near_that_in_bf16() -> None:
 
 def test_auto_casts_narrow_projections_where_their_rows_are_quantised_already() -> None:
     assert not decide(("forward", 1024, 4096, 65536, 1), 1024).low
-    assert decide(("forward", 1024, 4096, 65536, 1), 1024, quantised=True).low
+    assert decide(("forward", 1024, 4096, 65536, 1), 1024, casts=[Cast("rows", 65536 * 4096, "made")]).low
     spec = small_spec(*WIDE, "precision.mxfp8.attention=auto")
     joint = next(u for k, u in compile_once(spec).record("trace").program.units.items() if "dense" in k).graphs["joint"]
     made_by = CastMxfp8.from_spec(spec)

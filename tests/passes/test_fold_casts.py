@@ -18,6 +18,7 @@ from tests.small_models import compile_once, compute_step, random_batch, small_s
 _mg = torch.ops.moegraph
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=1", "model.dense=null")
 MX, FP8 = "precision.mxfp8.experts='on'", "precision.fp8=rowwise"
+BLOCKS, BY_128 = "precision.fp8=blockwise", ("model.d_model=128", "model.moe.d_ff=128")
 FUSED, OFF = "passes.fuse-experts.enabled=true", "passes.fold-casts.enabled=false"
 
 
@@ -37,12 +38,84 @@ def test_rows_are_quantised_before_they_are_gathered() -> None:
     assert have.count("permute") == had.count("permute") - 1  # those that a weight gradient in bf16 reads are left
 
 
+def test_rows_in_blocks_are_quantised_before_they_are_gathered_and_what_stays_is_named() -> None:
+    record = compile_once(small_spec(*BF16, BLOCKS, *BY_128)).record("fold-casts")
+    have = targets(record.program.units["moe"].graphs["joint"])
+    assert have.count("fp8_permute_quantize_blocks") == 1  # x; the gradient of the output is scaled behind permute
+    assert have.count("fp8_quantize_blocks") == 4 + 1  # weights, and that gradient
+    assert record.notes["moe"].count("which does not quantise") == 1
+    fused = compile_once(small_spec(*BF16, BLOCKS, *BY_128, FUSED)).record("fold-casts")
+    have = targets(fused.program.units["moe"].graphs["joint"])
+    assert have.count("fp8_permute_quantize_blocks") == 2
+    assert have.count("fp8_block_up_swiglu_quantized") == have.count("fp8_block_dgrad_swiglu_quantized") == 1
+    assert have.count("fp8_quantize_blocks") == 4
+    assert fused.notes["moe"] == ""
+
+
+SHARED = ("precision.mxfp8={experts: 'on', shared: 'on'}", "model.moe.shared.d_ff=32")
+SELECTIVE = "passes.recompute.policy=selective"
+
+
+@pytest.mark.parametrize("options", [SHARED, (FP8, "model.moe.activation={kind: swiglu_clamped}")])
+def test_activations_of_experts_that_are_not_fused_are_quantised_by_what_computes_them(
+    options: tuple[str, ...],
+) -> None:
+    record = compile_once(small_spec(*BF16, *options)).record("fold-casts")
+    joint = record.program.units["moe"].graphs["joint"]
+    have, parts = targets(joint), 1 + (options is SHARED)
+    assert have.count("swiglu_kept_quantized") == have.count("swiglu_backward_quantized") == parts
+    assert "swiglu_quantized" not in have
+    assert have.count("aten.silu") == 2 - parts  # of a shared expert in bf16
+    layers = {facts(n)["layer"] for n in joint.graph.nodes if "swiglu" in str(n.target)}
+    assert layers == {"moe.act", "shared.act"} if options is SHARED else {"moe.act"}
+    for node in joint.graph.find_nodes(op="call_function", target=_mg.swiglu_kept_quantized.default):
+        act = next(user for user in node.users if user.args[1] == 0)
+        assert all(facts(user)["direction"] == "backward" for user in act.users)  # the weight gradient alone
+
+
+def test_an_activation_that_backward_computes_again_is_written_in_8_bits_only() -> None:
+    units = compile_once(small_spec(*BF16, MX, SELECTIVE)).program.units
+    (unit,) = [unit for kind, unit in units.items() if kind.startswith("moe")]
+    forward, backward = targets(unit.graphs["forward"]), targets(unit.graphs["backward"])
+    assert forward.count("swiglu_quantized") == 1
+    assert "swiglu_kept_quantized" not in forward
+    assert forward.count("aten.silu") == 1  # of the shared expert, in bf16
+    assert backward.count("swiglu_backward_quantized") == 1
+    assert not {"swiglu_quantized", "swiglu_kept_quantized"} & set(backward)
+
+
+def test_an_activation_that_is_not_quite_one_is_quantised_by_a_node() -> None:
+    plant = Rewriter(compile_once(small_spec(*BF16, MX)).record("cast-mxfp8").program.units["moe"].graphs["joint"], "x")
+    silu = next(node for node in plant.graph.nodes if "silu" in str(node.target) and facts(node)["layer"] == "moe.act")
+    silu.target = torch.ops.aten.relu.default
+    result = apply(plant)
+    assert "moe.act/_to_copy.2 comes from aten._to_copy, which does not quantise" in result.note
+    have = targets(result.unit.graphs["joint"])
+    assert "swiglu_kept_quantized" not in have
+    assert "swiglu_backward_quantized" in have
+
+
+def test_activations_of_linear_layers_and_operands_of_weight_gradients_are_named_as_kept() -> None:
+    dense = "precision.mxfp8={experts: 'on', attention: 'on', wgrad: mxfp8}"
+    wide = ("model.attention.num_kv_heads=4", "model.num_layers=2", "model.dense={d_ff: 64, layers: [0]}")
+    notes = compile_once(small_spec(*BF16, dense, *wide)).record("fold-casts").notes
+    of_block = next(note for kind, note in notes.items() if kind.startswith("dense"))
+    assert "attention.q/quantize" in of_block
+    of_experts = next(note for kind, note in notes.items() if kind.startswith("moe"))
+    assert "along the other side, for weight gradients" in of_experts
+
+
 STEPS = {
     "mxfp8": (MX,),
+    "mxfp8, shared experts too": SHARED,
+    "mxfp8, clamped, selective recompute": (MX, SELECTIVE, "model.moe.activation={kind: swiglu_clamped}"),
+    "fp8": (FP8,),
     "mxfp8, fused": (MX, FUSED),
     "mxfp8, fused, full recompute": (MX, FUSED, "passes.recompute.policy=full"),
     "mxfp8, fused, saved": (MX, FUSED, "precision.mxfp8.saved='on'"),
     "fp8, fused, weight gradients too": (FP8, FUSED, "precision.fp8_wgrad=true"),
+    "fp8 in blocks": (BLOCKS, *BY_128),
+    "fp8 in blocks, fused": (BLOCKS, *BY_128, FUSED),
 }
 
 
@@ -60,7 +133,7 @@ def test_products_write_what_only_the_next_product_reads_in_8_bits() -> None:
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_has_the_same_bits_as_without_the_pass(case: str) -> None:
     options = STEPS[case]
-    batch = random_batch(small_spec(*BF16))
+    batch = random_batch(small_spec(*BF16, *(BY_128 if BLOCKS in options else ())))
     have, gradients = compute_step(small_spec(*BF16, *options), batch)
     want, expected = compute_step(small_spec(*BF16, *options, OFF), batch)
     assert torch.equal(have.loss, want.loss)

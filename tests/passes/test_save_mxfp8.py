@@ -44,6 +44,12 @@ def test_the_pre_activation_is_kept_in_mxfp8_and_in_nothing_else(case: str) -> N
     assert saved[0] - saved[1] == rows * width * (2 - 1 - 1 / 32)
 
 
+def test_the_pre_activation_of_products_in_blocks_is_kept_in_mxfp8_too() -> None:
+    after = experts("precision.fp8=blockwise", "model.d_model=128", "model.moe.d_ff=128", SAVED)
+    assert ("bfloat16", (128, 256)) not in kept(after)
+    assert kept(after).count(("float8_e4m3fn", (128, 256))) == 1
+
+
 def test_products_in_mxfp8_write_and_read_it_themselves() -> None:
     compiled = compile_once(small_spec(*BF16, FUSED, MX, SAVED))
     joint = compiled.record("save-mxfp8").program.units["moe"].graphs["joint"]

@@ -130,7 +130,12 @@ REFUSED = [
     (["precision.compute=fp32", "precision.fp8=rowwise"], "precision.fp8", "needs compute bf16", "off"),
     (["precision.mxfp8.dispatch='on'"], "precision.mxfp8.dispatch", "has no effect with ep 1", "auto | off"),
     (["precision.fp8=blockwise"], "precision.fp8", "whole blocks of 128", "off | rowwise"),
-    (["precision.mxfp8.wgrad=mxfp8"], "precision.mxfp8.wgrad", "no effect with precision.mxfp8.experts off", "bf16"),
+    (
+        ["precision.mxfp8.wgrad=mxfp8"],
+        "precision.mxfp8.wgrad",
+        "no effect with precision.mxfp8.experts, shared and",
+        "bf16",
+    ),
     (["precision.mxfp8.shared=auto"], "precision.mxfp8.shared", "a model without shared experts", "off"),
     (["model.dense={d_ff: 8, layers: [0, 1, 2, 3]}"], "model.dense.layers", "`moe` has no effect", None),
     (["model.dense={d_ff: 8}"], "model.dense", "names no layers", None),

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from moegraph import ops
-from moegraph.kernels import mx_rows_gemm, mx_wgrad
+from moegraph.kernels import mx_quantize, mx_rows_gemm, mx_wgrad
+from moegraph.ops.mx_linear_wgrad import mx_quantize_tokens
 from moegraph.ops.mx_scales import swizzle_column_scales, swizzle_scales
 from tests.kernels.cases import Ragged, ragged, relative_error
 from tests.kernels.interpreted.test_mx import BOUND, SMALL
 from tests.kernels.interpreted.test_mx import dot_scaled as dot_scaled  # a fixture for every test
+from tests.kernels.quantize_cases import mismatch
 from tests.kernels.scaled_cases import mx_quantised, mx_restored, poisoned
 
 
@@ -53,6 +55,27 @@ def test_the_weight_gradient(case: Ragged, n: int, k: int, parts: int, block_n: 
     for mine, end in zip(have, ends.tolist(), strict=True):
         assert relative_error(mine, values[0][start:end].t() @ values[1][start:end]) < BOUND
         start = end
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(50, marks=pytest.mark.slow), 200])
+def test_the_weight_gradient_of_a_linear_layer(tokens: int) -> None:
+    """As `mx_linear_wgrad` calls it: the run ends with a block of 128 tokens, of which the last are not there."""
+    torch.manual_seed(0)
+    operands, values = list[Tensor](), list[Tensor]()
+    for width in (144, 160):
+        x = torch.randn(tokens, width) * torch.exp(torch.randn(tokens, 1))
+        data, scale = mx_quantize_tokens(x, True)
+        made = mx_quantize.mx_quantize(x, rows=False, columns=True, swizzled=True)
+        plain = mx_quantize.mx_quantize(x, rows=False, columns=True)
+        for have, want in zip((*made[2:], *plain[2:]), (data, scale, *mx_quantize_tokens(x, False)), strict=True):
+            assert have is not None
+            assert mismatch(have, want) == ""
+        operands += [data, scale]
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -tokens % 32))
+        values.append(ops.mx_dequantize(*ops.mx_quantize(padded, -2), torch.float32, -2).double())
+    ends = torch.tensor([-(-tokens // 128) * 128], dtype=torch.int32)
+    (have,) = mx_wgrad.mx_wgrad(*operands, ends, config=replace(SMALL, block_n=256, parts=2))
+    assert relative_error(have, values[0].t() @ values[1]) < BOUND
 
 
 def test_tiles_that_are_not_whole_blocks_of_scales_are_refused() -> None:

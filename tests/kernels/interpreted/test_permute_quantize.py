@@ -53,6 +53,17 @@ def test_fp8_rows(tokens: int, experts: int, top_k: int, dropped: float, columns
         assert mismatch(a, b) == ""
 
 
+@pytest.mark.parametrize("columns", [128, 384, 2176])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "dropped"), [case[:4] for case in CASES])
+def test_fp8_rows_in_blocks(tokens: int, experts: int, top_k: int, dropped: float, columns: int) -> None:
+    order, inverse, offsets = routed(tokens, experts, top_k, dropped)
+    x = awkward(tokens, columns, dtype=torch.bfloat16, subnormal=False)
+    have = permute_quantize.blocks_permute_quantize(x, inverse, offsets, top_k)
+    want = ops.fp8_quantize_blocks(ops.permute(x, order, inverse, offsets, top_k=top_k), offsets)
+    for a, b in zip(have, want, strict=True):
+        assert mismatch(a, b) == ""
+
+
 def test_a_row_without_columns_still_has_its_scale() -> None:
     _, inverse, offsets = routed(4, 3, 2, 0.0)
     data, scale = permute_quantize.fp8_permute_quantize(torch.empty(4, 0), inverse, offsets, 2)
