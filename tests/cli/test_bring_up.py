@@ -71,8 +71,8 @@ def test_without_a_gpu_it_says_what_can_be_done(moegraph: Moegraph) -> None:
 def test_operators_are_compared_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = compare_native(torch.device("cpu"), ((64, 64, 128),))
     assert [each["operator"] for each in found if each["ok"]] == [
-        "mx_quantize_rows", "mx_quantize_columns", "mx_permute_quantize", "mx_grouped_mm", "mx_up_swiglu",
-        "mx_dgrad_swiglu",
+        "mx_quantize_rows", "mx_quantize_columns", "mx_quantize_tokens", "mx_permute_quantize", "mx_grouped_mm",
+        "mx_up_swiglu", "mx_dgrad_swiglu", "mx_linear_wgrad",
     ]  # fmt: skip
     whole, calls = mx_native._calls, 0
 
