@@ -42,12 +42,6 @@ _SCALES = tl.constexpr(16)  # in a load: a descriptor's rows have 16 bytes at le
 
 
 @triton.jit
-def _left_half(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    left, _ = tl.split(tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
-    return left
-
-
-@triton.jit
 def _decoded_scale(byte, HARDWARE: tl.constexpr):
     """2^(byte - 127) as bits of bf16, int16: the exponent, and bit 6 too for 0, which is subnormal, and 255, NaN."""
     if HARDWARE:  # two at a time: bit 8 of 256 - ((byte + 1) & 254) is set for those two
@@ -75,20 +69,10 @@ def _decoded_scale(byte, HARDWARE: tl.constexpr):
 def _load_scales(desc, first, last, col, ROWS: tl.constexpr, COLS: tl.constexpr, HARDWARE: tl.constexpr):
     """What COLS elements from column `col` on are multiplied by, 2^(byte - 127) in bf16 or NaN: [ROWS, COLS / 32]."""
     WANTED: tl.constexpr = COLS // 32
-    if HARDWARE:
-        byte = load_rows(desc, first, last, col // 32, ROWS, _SCALES)
-        if WANTED < 16:
-            byte = _left_half(byte, ROWS, 16)
-        if WANTED < 8:
-            byte = _left_half(byte, ROWS, 8)
-        if WANTED < 4:
-            byte = _left_half(byte, ROWS, 4)
-        if WANTED < 2:
-            byte = _left_half(byte, ROWS, 2)
-    else:  # the interpreter loads from multiples of 16 bytes alone
-        loaded = load_rows(desc, first, last, col // 512 * 16, ROWS, _SCALES).reshape(ROWS, _SCALES // WANTED, WANTED)
-        mine = tl.arange(0, _SCALES // WANTED)[None, :, None] == col % 512 // COLS
-        byte = tl.sum(tl.where(mine, loaded.to(tl.int32), 0), 1)
+    # A descriptor of bytes loads from multiples of 16 of them alone: elsewhere it is an illegal instruction on Hopper.
+    loaded = load_rows(desc, first, last, col // 512 * 16, ROWS, _SCALES).reshape(ROWS, _SCALES // WANTED, WANTED)
+    mine = tl.arange(0, _SCALES // WANTED)[None, :, None] == col % 512 // COLS
+    byte = tl.sum(tl.where(mine, loaded.to(tl.int32), 0), 1)
     return _decoded_scale(byte.to(tl.int16), HARDWARE).to(tl.bfloat16, bitcast=True).reshape(ROWS, WANTED)
 
 

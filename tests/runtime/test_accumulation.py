@@ -110,7 +110,7 @@ def test_activations_die_block_by_block() -> None:
     alive: dict[int, int] = {}
 
     class Watching(GradientBuffers):
-        def add(self, name: str, gradient: Tensor) -> None:
+        def added(self, name: str) -> None:
             alive[owner[name]] = sum(living(block) for block in references[owner[name] :])
 
     executor.backward(activations, {}, Watching(program.trained(), torch.float64, CPU))
