@@ -11,7 +11,8 @@
 and the same with the gradient of `combine`, whose rows go the same way. With transport `direct`, `direct_dispatch` and
 `direct_put` send p instead of x. Where a product takes MXFP8 operands (`cast-mxfp8` runs before), what would quantise
 the rows that arrived becomes `mx_split` of their payload: nothing is quantised twice. What is kept for backward is the
-payload. Results of experts and gradients of their input return in bf16: they are sums of what is still to be added.
+payload, which `fold-decodes` then gives to weight gradients as it is. Results of experts and gradients of their input
+return in bf16: they are sums of what is still to be added.
 
 The gradient of a rounding is taken to be one, as for every cast.
 """

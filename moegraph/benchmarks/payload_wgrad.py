@@ -37,7 +37,6 @@ TILES = (
     Config(128, 128, 128, num_warps=4, num_stages=2),
     Config(128, 256, 64, num_warps=8, num_stages=3, flatten=True),
     Config(128, 256, 64, num_warps=8, num_stages=3),
-    Config(128, 256, 64, num_warps=8, num_stages=4, flatten=True),
     Config(256, 128, 64, num_warps=8, num_stages=4, flatten=True),
 )
 

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from moegraph.graph.machine import ATTENTION, LINK, MEMORY, PRODUCTS, Machine
+from moegraph.kernels.chips import CHIPS, Card
 from moegraph.ops.flops import visible_keys
+from moegraph.ops.mx_payload import payload_width
+from moegraph.ops.payload_wgrad import payload_backend
 
 Class = Literal["experts", "dense products", "attention", "casts", "exchange", "other"]
 CLASSES: tuple[Class, ...] = ("experts", "dense products", "attention", "casts", "exchange", "other")
@@ -66,7 +69,7 @@ def kernels_of(module: fx.GraphModule, machine: Machine, rows: Rows) -> list[Ker
         if node.op != "call_function" or _is_view(node):
             continue
         if _is_own(node) or _name(node) in _DENSE:
-            found.append(_single(node, machine, rows))
+            found += [_single(node, machine, rows), *_decoded_first(node, machine, rows)]
         else:
             fused.append(node)
     return found + [_region(nodes, machine, rows) for nodes in _regions(module.graph, fused)]
@@ -123,6 +126,21 @@ def _single(node: fx.Node, machine: Machine, rows: Rows) -> Kernel:
     operations, kind, share = _operations(node, name, rows)
     peak = share * machine.peaks[_format(node)] if operations else 1.0
     return Kernel(kind, (node,), operations, moved, 0, _seconds(operations, peak, moved, 0, machine))
+
+
+def _decoded_first(node: fx.Node, machine: Machine, rows: Rows) -> Iterator[Kernel]:
+    """The copy in bf16 that a weight gradient of payloads makes, where the machine does not decode as it loads."""
+    if not _name(node).startswith("payload_"):
+        return
+    grad, given, offsets = (arg.meta["val"] for arg in node.args[-3:])  # type: ignore[union-attr]
+    payloads = grad.dtype == torch.uint8, given.dtype == torch.uint8
+    n, k = (payload_width(t) if low else t.shape[1] for t, low in zip((grad, given), payloads, strict=True))
+    capability = next(each for each, chip in CHIPS.items() if machine.name in chip.title)
+    card = Card(CHIPS[capability].card, capability)
+    if payload_backend(n, k, grad.shape[0], offsets.shape[0], payloads, card)[0] == "decode":
+        widths = (n * payloads[0], k * payloads[1])
+        moved = sum(_filled(grad, rows) / grad.nbytes * grad.shape[0] * width * (33 / 32 + 2) for width in widths)
+        yield Kernel("casts", (node,), 0, moved, 0, _seconds(0, 1, moved, 0, machine))
 
 
 def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, float]:

@@ -97,6 +97,25 @@ def test_products_that_quantise_their_results_are_products_and_casts_move_less()
         assert moved[0] < moved[1]
 
 
+def test_a_weight_gradient_of_payloads_is_a_product_in_bf16_and_a_cast_where_it_decodes_first() -> None:
+    sizes = (
+        "model={num_layers: 1, dense: null, d_model: 512, moe: {d_ff: 256}}",
+        "layout={dp: 4, ep: 4, transport: direct, capacity: 1.25}",
+    )
+    low = ("passes.fuse-experts.enabled=true", "precision.mxfp8={experts: 'on', dispatch: 'on'}")
+    folded, separate = (program_of(*sizes, *low, f"passes.fold-decodes.enabled={on}") for on in ("true", "false"))
+    rows = rows_of(folded)
+    for machine, decoded in ((B300, 2), (MACHINES["H200"], 0)):
+        have, want = (kernels_of(p.units["moe"].graphs["backward"], machine, rows) for p in (folded, separate))
+        moved = [sum(k.moved for k in each if k.kind == "casts") for each in (have, want)]
+        copies = 2 * rows.routed * 512 * (33 / 32 + 2)
+        assert moved[0] == pytest.approx(moved[1] - copies + decoded / 2 * copies)
+        operations = [sum(k.operations for k in each) for each in (have, want)]
+        assert operations[0] == operations[1]
+        seconds = [sum(k.seconds for k in each if k.kind == "experts") for each in (have, want)]
+        assert 0.9 * seconds[1] < seconds[0] <= seconds[1]  # fewer bytes
+
+
 @pytest.mark.parametrize("transport", ["exact", "padded", "direct"])
 def test_rows_for_other_ranks_take_their_time_on_the_link(transport: str) -> None:
     program = program_of(f"layout={{dp: 4, ep: 4, transport: {transport}, capacity: 1.25}}")
