@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from moegraph.cli.launch import LAUNCHED, environment_ranks, watch_launcher
 from moegraph.cli.options import Json
 from moegraph.cli.output import print_json, print_table, say
+from moegraph.cli.rank_environment import LAUNCHED, environment_ranks, watch_launcher
 from moegraph.cli.ranks import start_ranks
 from moegraph.errors import RunError, UsageError
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moegraph.cli.launch import LAUNCHED, environment_ranks
 from moegraph.cli.options import load_pass_files
 from moegraph.cli.output import print_json, print_table, say
+from moegraph.cli.rank_environment import LAUNCHED, environment_ranks
 from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import is_run, load_run
 from moegraph.errors import CheckFailed, RunError, UsageError

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moegraph.cli.launch import LAUNCHED, environment_ranks, launch, watch_launcher
+from moegraph.cli.launch import launch
+from moegraph.cli.rank_environment import LAUNCHED, environment_ranks, watch_launcher
 from moegraph.errors import UsageError
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.cli.launch import LAUNCH_FD, environment_ranks, launch, watch_launcher
+from moegraph.cli.launch import launch
+from moegraph.cli.rank_environment import LAUNCH_FD, environment_ranks, watch_launcher
 from moegraph.errors import RunError, UsageError
 
 LAUNCHER = """\
@@ -369,14 +370,14 @@ HOLDS_THE_LOCK = "import ctypes; ready(); ctypes.PyDLL(None).sleep(60)"
     ids=["waiting", "holding the interpreter's lock"],
 )
 def test_no_rank_outlives_a_killed_launcher(start: Start, work: str) -> None:
-    run = start(f"from moegraph.cli.launch import watch_launcher\nwatch_launcher()\n{work}\n", 2)
+    run = start(f"from moegraph.cli.rank_environment import watch_launcher\nwatch_launcher()\n{work}\n", 2)
     pids = run.pids(2)
     run.process.kill()
     _until(lambda: all(map(_gone, pids)), 5)
 
 
 def test_the_pipe_alone_ends_a_rank() -> None:
-    source = "from moegraph.cli.launch import watch_launcher as watch; import time; watch(); time.sleep(60)"
+    source = "from moegraph.cli.rank_environment import watch_launcher as watch; import time; watch(); time.sleep(60)"
     reads, writes = os.pipe()
     environment = {**os.environ, LAUNCH_FD: str(reads)}
     process = subprocess.Popen([sys.executable, "-c", source], env=environment, pass_fds=(reads,))
