@@ -53,6 +53,10 @@ def train_command(
     loaded, folder = _find(spec, set_ or ())
     ranks = this_rank(loaded.layout.world, nproc)
     if ranks is None:
+        if folder is not None:
+            from moegraph.artifact import read_compiled
+
+            read_compiled(folder)  # what is wrong with it is said once, and not by every rank
         options = [f"--set={each}" for each in set_ or ()] + [f"--pass-file={each}" for each in pass_file or ()]
         named = [spec] if spec is not None else []
         return start_ranks(

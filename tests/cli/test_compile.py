@@ -199,6 +199,8 @@ def test_training_wants_the_graphs_of_all_ranks(small: Path, moegraph: Moegraph)
     assert not Path(".moegraph/last-compiled").exists()
     with pytest.raises(UsageError, match="holds the graphs of rank 0 of 4 only, and training needs those of all ranks"):
         read_compiled(Path("rank0"))
+    done = moegraph("train", "rank0", "--nproc", "4")
+    assert (done.status, done.err.count("holds the graphs of rank 0 of 4 only")) == (2, 1)
     assert moegraph("compile", "--rank", "0").status == 0
     assert Path(".moegraph/last-compiled").exists()
     read_compiled(Path("compiled/moegraph"))
