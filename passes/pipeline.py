@@ -142,12 +142,18 @@ class _Pipeline:
         rewritten: Mapping[str, Sequence[str]] | None = None,
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """Checks the program and adds its record. A graph that the pass handed on as it was is not checked again."""
+        """Checks the program and adds its record. A graph that the pass handed on as it was is neither checked nor
+        written again."""
         before = self.program.units if self.records else {}
+        texts: dict[str, dict[str, str]] = {}
         for kind, unit in program.units.items():
             known = before[kind].graphs if kind in before else {}
-            check_unit(unit, name, {n for n, module in unit.graphs.items() if known.get(n) is module}, self._propagator)
-        texts = {kind: _texts(unit) for kind, unit in program.units.items()}
+            same = {n for n, module in unit.graphs.items() if known.get(n) is module}
+            check_unit(unit, name, same, self._propagator)
+            texts[kind] = {
+                n: self.records[-1].texts[kind][n] if n in same else graph_text(module)
+                for n, module in unit.graphs.items()
+            }
         tier = p.tier if p is not None else "exact"
         self.records.append(PassRecord(name, level, tier, seconds, rewritten or {}, notes or {}, texts, program, p))
 

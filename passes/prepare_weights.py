@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from moegraph._torch_compat import deferred_graph_module
 from moegraph.graph.edit import Rewriter
 from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import display_name, facts, identifier
@@ -95,7 +96,7 @@ class _Prepare:
         result.meta["val"] = tuple(node.meta["val"] for node in self.results.values())
         facts(result).update(name="output")
         self.graph.lint()
-        module = fx.GraphModule({}, self.graph, class_name="Prepare")
+        module = deferred_graph_module({}, self.graph, "Prepare")
         module.meta["inputs"] = tuple(self.inputs)
         module.meta["outputs"] = tuple(Port("prepared", name) for name in self.results)
         return module

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from moegraph._torch_compat import deferred_graph_module
 from moegraph.graph.edit import clone
 from moegraph.graph.effects import is_accumulation, is_effectful
 from moegraph.graph.names import display_name, facts, identifier
@@ -217,7 +218,7 @@ def _extract(
     result.meta["val"] = tuple(node.meta["val"] for _, node in results)
     facts(result).update(name="output")
     graph.lint()
-    module = fx.GraphModule(joint, graph, class_name="".join(part.title() for part in name.split("_")))
+    module = deferred_graph_module(joint, graph, "".join(part.title() for part in name.split("_")))
     module.meta["inputs"], module.meta["outputs"] = tuple(declared), tuple(port for port, _ in results)
     return module
 

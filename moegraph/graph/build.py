@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from moegraph._torch_compat import FakeTensorMode
+from moegraph._torch_compat import FakeTensorMode, deferred_graph_module
 from moegraph.graph.names import facts, identifier
 from moegraph.graph.program import Parameter, Port
 
@@ -86,7 +86,7 @@ class GraphBuilder:
         result = self.graph.output(tuple(node for _, node in self._outputs))
         self._finish(result, "output", tuple(node.meta["val"] for _, node in self._outputs))
         self.graph.lint()
-        module = fx.GraphModule(self.root, self.graph, class_name=identifier(class_name))
+        module = deferred_graph_module(self.root, self.graph, identifier(class_name))
         module.meta["inputs"] = tuple(self._inputs)
         module.meta["outputs"] = tuple(port for port, _ in self._outputs)
         module.meta["parameters"] = dict(self.parameters)

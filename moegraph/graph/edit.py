@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from moegraph._torch_compat import deferred_graph_module
 from moegraph.graph.names import display_name, facts, identifier, unique_name
 from moegraph.graph.program import Parameter, Port, Role
 
@@ -28,7 +29,7 @@ def clone(module: fx.GraphModule) -> fx.GraphModule:
         )
         new.meta = {**node.meta, "custom": copy.deepcopy(node.meta.get("custom", {}))}
         env[node] = new
-    twin = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    twin = deferred_graph_module(module, graph, type(module).__name__)
     twin.meta = dict(module.meta)
     return twin
 

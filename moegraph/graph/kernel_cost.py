@@ -123,6 +123,9 @@ def _single(node: fx.Node, machine: Machine, rows: Rows) -> Kernel:
         return Kernel("exchange", (node,), 0, moved, sent, _seconds(0, 1, moved, sent, machine))
     if name in _GATHERS:  # which reads as many rows as it writes, or the other way round
         moved = 2 * max(_filled(t, rows) for n in (*node.all_input_nodes[:1], node) for t in _tensors(n.meta["val"]))
+    if name == "embedding_wgrad_add":  # reads and writes the rows of its buffer that tokens have, at most one for each
+        into, grad = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+        moved = grad.numel() * (grad.element_size() + 2.0 * into.element_size())
     operations, kind, share = _operations(node, name, rows)
     peak = share * machine.peaks[_format(node)] if operations else 1.0
     return Kernel(kind, (node,), operations, moved, 0, _seconds(operations, peak, moved, 0, machine))
@@ -150,6 +153,9 @@ def _operations(node: fx.Node, name: str, rows: Rows) -> tuple[float, Class, flo
     if name in ("mx_linear", "mx_linear_wgrad"):
         inner = node.args[0].meta["val"].shape[-1 if name == "mx_linear" else 0]  # type: ignore[union-attr]
         return 2.0 * node.meta["val"].numel() * inner, "dense products", PRODUCTS
+    if name == "linear_wgrad_add":
+        into, grad = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+        return 2.0 * into.numel() * grad.shape[0], "dense products", PRODUCTS
     if name in ("attention", "attention_backward"):
         query = next(t for n in node.all_input_nodes for t in _tensors(n.meta["val"]) if t.dim() == 4)
         sequences, length, heads, width = query.shape

@@ -30,8 +30,9 @@ def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     for node in bound.graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": device}
-    bound.recompile()
-    return bound
+    plain = fx.GraphModule(bound, bound.graph, class_name=type(module).__name__)  # with its code
+    plain.meta = bound.meta
+    return plain
 
 
 class BoundGraph:

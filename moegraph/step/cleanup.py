@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from moegraph._torch_compat import deferred_graph_module
 from moegraph.graph.effects import eliminate_dead_code
 from moegraph.graph.names import facts, identifier, unique_name
 from moegraph.graph.program import Port
@@ -61,7 +62,7 @@ def clean_joint(
     result.meta["val"] = tuple(node.meta["val"] for node in result.args[0])
     graph.lint()
     root = {node.target: getattr(traced, node.target) for node in graph.find_nodes(op="get_attr")}
-    module = fx.GraphModule(root, graph, class_name="Joint")
+    module = deferred_graph_module(root, graph, "Joint")
     module.meta["inputs"] = tuple(inputs)
     module.meta["outputs"] = tuple(outputs)
     return module
