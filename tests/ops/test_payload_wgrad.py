@@ -58,9 +58,10 @@ def test_what_is_no_payload_or_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "payloads", "card", "backend", "reason"),
     [
-        (2048, 1024, (True, False), HOPPER, "triton", "to decode is predicted to take 24% of the product"),
+        (2048, 256, (True, False), HOPPER, "triton", "to decode is predicted to take 94% of the product"),
+        (2048, 1024, (True, False), HOPPER, "decode", "to decode is predicted to take 24% of the product"),
         (4096, 2048, (False, True), HOPPER, "decode", "to decode is predicted to take 6% of the product"),
-        (2048, 2048, (True, True), HOPPER, "triton", "to decode is predicted to take 24% of the product"),
+        (2048, 512, (True, True), HOPPER, "triton", "to decode is predicted to take 59% of the product"),
         (2880, 1024, (True, False), HOPPER, "decode", "rows of 2880 elements are no whole multiples of 512"),
         (2048, 1020, (True, False), HOPPER, "decode", "which is not moegraph's kernel: rows of 2048 and 1020 elements"),
         (2048, 1024, (True, False), BLACKWELL, "decode", "have not been measured on it"),
