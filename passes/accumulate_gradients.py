@@ -38,7 +38,7 @@ _LINEAR = torch.ops.moegraph.linear_wgrad_add.default
 @registry.register
 @dataclass(frozen=True)
 class AccumulateGradients(Pass):
-    """Turns gradients that grouped products make into sums in their buffers."""
+    """Turns gradients that one product, or the embedding, makes into sums in their buffers."""
 
     name: ClassVar[str] = "accumulate-gradients"
     level: ClassVar[Level] = "step"

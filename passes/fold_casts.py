@@ -11,8 +11,8 @@ Rows are quantised one by one, so that x is quantised once and not for each of a
 are never written unless something else reads them (a weight gradient in bf16 does). The activation is written in MXFP8
 alone, dz in bf16 too, for the weight gradient; lines four and five are for what `save-mxfp8` keeps. FP8 with scales in
 blocks goes the same way, by the pass behind its products. Where a scale is of a whole row, which no tile of a product
-holds, activations and gradients of fused experts are still quantised by a kernel of their own. Every number stays what
-it was, bit for bit.
+holds, activations and gradients of fused experts are still quantised by a kernel of their own. On a CPU every number
+stays what it was, bit for bit; on a GPU the exponential of the last line is Triton's.
 
 A quantiser stays where it is when what it reads is made by something else, for other rows than its own, and so does one
 along the other side of an operand, for a weight gradient (weights, which `prepare-weights` quantises once per optimizer

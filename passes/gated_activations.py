@@ -111,6 +111,8 @@ class _Match:
             same = isinstance(have, (tuple, list)) and len(have) == len(want)
             return same and all(self.same(a, b) for a, b in zip(have, want, strict=True))
         if isinstance(want, float) and abs(want) in (_ALPHA, _LIMIT):
+            if not isinstance(have, (int, float)):
+                return False
             number = have if want > 0 else -have
             return bool(self.numbers.setdefault(abs(want), number) == number)
         return bool(have == want)

@@ -109,7 +109,7 @@ passes:
   recompute: {enabled: true, policy: none, layers: all}   # policy: none | selective | full; layers: or a list
   fold-decodes: {enabled: true}        # weight gradients read rows that arrived in MXFP8 as they are
   overlap-communication: {mode: off, chunks: null}   # off | on | auto: other work while tokens travel; 2: in halves
-  accumulate-gradients: {enabled: true}   # products add the gradients of experts' weights to their buffers
+  accumulate-gradients: {enabled: true}   # products add the gradients of weights to their buffers
   custom: {}                           # passes of your own, by name: {enabled: true, after: NAME, options: {}}
 
 train:

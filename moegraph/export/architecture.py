@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moegraph.errors import ExportError
+from moegraph.errors import ExportError, UsageError
 from moegraph.export.canonical import canonical
 from moegraph.export.names import Names, Published, published_tensors
 from moegraph.export.rules import REQUIRED, Rules, misfits
@@ -52,7 +52,7 @@ def choose(model: Model, table: Sequence[Architecture], name: str | None = None)
     """The first architecture of the table that computes exactly this model, or the one called `name`.
 
     Raises ExportError naming what does not fit: of each architecture the first, the nearest one before the others, or
-    everything of the one that was named.
+    everything of the one that was named; UsageError where the table has none of that name.
     """
     if name is not None:
         return _named(model, table, name)
@@ -76,7 +76,7 @@ def _named(model: Model, table: Sequence[Architecture], name: str) -> Architectu
                 raise ExportError(f"this model is not {name}:\n{lines}")
             return architecture
     known = ", ".join(each.name for each in table)
-    raise ExportError(f"--architecture {name}: there is no such one; known: {known}")
+    raise UsageError(f"--architecture {name}: there is no such one; known: {known}")
 
 
 def _more(count: int) -> str:

@@ -37,8 +37,8 @@ def _(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
 @torch.library.custom_op("moegraph::embedding_wgrad_add", mutates_args=("into",))
 def embedding_wgrad_add(into: Tensor, keep: Tensor, grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     """`embedding_wgrad` added to `into` [V, D] where `keep` [1] int32 is not 0, else written there. `keep` lives on the
-    host, which knows it. On CUDA the sum is not rounded to the dtype of grad first, and rows that no token has are not
-    touched. Returns an empty tensor, by which a graph says that this has been done."""
+    host, which knows it. On CUDA the sum is not rounded to the dtype of grad first, and what is added to are the rows
+    that tokens have. Returns an empty tensor, by which a graph says that this has been done."""
     accumulate = bool(keep)
     if grad.is_cuda:
         from moegraph.kernels import embedding_grad

@@ -19,7 +19,7 @@ from moegraph.ops.grouped_mm import grouped_mm_backend, grouped_mm_wgrad, groupe
 from moegraph.ops.mx_payload import mx_decode, payload_width
 
 _WHOLE = 512  # elements of a row: its payload is then a multiple of 16 bytes, as a tensor map wants
-_OPERATIONS_PER_BYTE = {9: 159.0, 10: 217.0}  # of products in bf16 and of copies, as H200 and B300 reach both
+_OPERATIONS_PER_BYTE = {9: 159.0, 10: 217.0}  # of products in bf16 and of copies, as graph/machine.py has H200 and B300
 _DECODED = 1 + 1 / 32 + 2  # bytes read and written for an element
 # How much longer a product takes that dequantises: on an H200 25 to 70 %, and 25 to 30 % where it is added to an fp32
 # buffer (docs/performance.md); on a B300 it has not been measured.

@@ -111,8 +111,6 @@ SCALED_PRODUCTS: frozenset[Any] = frozenset(
         _mg.fp8_grouped_mm.default,
         _mg.fp8_up_swiglu.default,
         _mg.mx_linear.default,
-        _mg.fp8_grouped_mm.default,
-        _mg.fp8_up_swiglu.default,
         _mg.fp8_block_grouped_mm.default,
         _mg.fp8_block_up_swiglu.default,
         _mg.fp8_block_up_swiglu_quantized.default,

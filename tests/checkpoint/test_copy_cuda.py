@@ -8,7 +8,10 @@ import torch
 from moegraph.checkpoint.names import Segment
 from moegraph.checkpoint.shard_writer import HostCopy
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 _ELEMENTS = 1 << 28  # 1 GiB: tens of milliseconds to copy, less than one to change
 

@@ -290,6 +290,7 @@ def test_whether_a_model_can_be_exported_is_known_before_it_is_trained(run: Path
     assert "none of the published architectures that can be written computes this model" in done.err
     assert moegraph("export", "presets/tiny-dense.yaml", "--check", "--json").json["architecture"] == "qwen3"
     assert moegraph("export", run, "--check", "--architecture", "olmoe").status == 3
+    assert moegraph("export", run, "--check", "--architecture", "olmo").status == 2  # there is no such one
     assert moegraph("export", run, "--check", "-o", "out").status == 2
     done = moegraph("export", run)
     assert (done.status, "-o" in done.err) == (2, True)

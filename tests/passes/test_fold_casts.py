@@ -6,12 +6,15 @@ import operator
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from moegraph._torch_compat import FakeTensorMode
 from moegraph.graph.edit import Rewriter
 from moegraph.graph.names import facts
 from moegraph.passes.contract import PassContext, PassResult
 from moegraph.passes.fold_casts import FoldCasts
+from moegraph.passes.gated_activations import activation_of
 from moegraph.passes.pipeline import passes_for
 from tests.small_models import compile_once, compute_step, random_batch, small_spec
 
@@ -93,6 +96,20 @@ def test_an_activation_that_is_not_quite_one_is_quantised_by_a_node() -> None:
     have = targets(result.unit.graphs["joint"])
     assert "swiglu_kept_quantized" not in have
     assert "swiglu_backward_quantized" in have
+
+
+@pytest.mark.parametrize("least", [None, -2.0])
+def test_an_activation_with_other_limits_is_not_the_clamped_one(least: float | None) -> None:
+    """A limit that is not there is not a number either."""
+
+    def other(z: Tensor) -> Tensor:
+        gate, up = z.float().chunk(2, -1)
+        gate, up = gate.clamp(max=0.5), up.clamp(least, 0.5)
+        return ((up + 1.0) * (gate * torch.sigmoid(1.7 * gate))).bfloat16()
+
+    with FakeTensorMode():
+        graph = make_fx(other)(torch.empty(4, 64, dtype=torch.bfloat16)).graph
+    assert activation_of(graph.output_node().args[0]) is None
 
 
 def test_activations_of_linear_layers_and_operands_of_weight_gradients_are_named_as_kept() -> None:
