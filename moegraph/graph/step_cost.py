@@ -1,8 +1,9 @@
 """How long an optimizer step takes on a machine, predicted from the graphs and the layout before anything is run.
 
-A rank computes each of its blocks forward and backward once per micro-batch, prepares weights once per step, and
-then updates what it holds of the optimizer's state. Reductions of gradients run beside the last backward and are not
-counted; gathers of weights behind the optimizer are. No pipelines: their idle time is `moegraph inspect --schedule`'s.
+A rank computes each of its blocks forward and backward once per micro-batch, adds the gradients that the graphs return
+to their buffers, prepares weights once per step, and then updates what it holds of the optimizer's state. Reductions of
+gradients run beside the last backward and are not counted; gathers of weights behind the optimizer are. No pipelines:
+their idle time is `moegraph inspect --schedule`'s.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from moegraph.errors import UsageError
 from moegraph.graph.kernel_cost import CLASSES, Kernel, Rows, kernels_of
 from moegraph.graph.machine import LINK, MACHINES, MEMORY
-from moegraph.graph.program import Program
+from moegraph.graph.program import Program, ports, results
 
 _WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -79,6 +82,8 @@ def predict_step(program: Program, machine: str) -> StepCost:
             if graph not in unit.graphs:
                 continue
             found = by_class(kernels_of(unit.graphs[graph], chip, rows))
+            if graph == "backward":
+                found["other"] += _adding_seconds(unit.graphs[graph], program, machine)
             blocks[kind, graph] = found
             times = 1 if graph == "prepare" else spec.layout.microbatches
             compute += sum(found.values()) * counts[kind] * times
@@ -91,11 +96,26 @@ def by_class(kernels: list[Kernel]) -> dict[str, float]:
     return {kind: sum(kernel.seconds for kernel in kernels if kernel.kind == kind) for kind in CLASSES}
 
 
+def _adding_seconds(backward: fx.GraphModule, program: Program, machine: str) -> float:
+    """Adding the gradients that a graph returns to their buffers, for a micro-batch; the first are only written."""
+    master, rounds = _master_width(program), program.spec.layout.microbatches
+    moved = 0.0
+    for port, node in zip(ports(backward, "outputs"), results(backward), strict=True):
+        if port.role == "grad":
+            gradient = node.meta["val"]
+            moved += gradient.numel() * (gradient.element_size() + master * (2 - 1 / rounds))
+    return moved / (MEMORY * MACHINES[machine].memory)
+
+
+def _master_width(program: Program) -> int:
+    return _WIDTH["fp64" if program.spec.precision.compute == "fp64" else "fp32"]
+
+
 def _optimizer_seconds(program: Program, machine: str) -> float:
     """Norm, AdamW and the weights in compute dtype: gradients read twice, master and moments read and written."""
     spec, chip = program.spec, MACHINES[machine]
     dense_ranks, expert_ranks = spec.layout.dp, spec.layout.dp // spec.layout.ep
-    master = _WIDTH["fp64" if spec.precision.compute == "fp64" else "fp32"]
+    master = _master_width(program)
     moments = 2 if spec.train.optimizer.moments == "bf16" else master
     width, moved, gathered = _WIDTH[spec.precision.compute], 0.0, 0.0
     for parameter in program.trained():
