@@ -27,18 +27,20 @@ _take: Any = operator.getitem
 
 @dataclass(frozen=True)
 class Folding:
-    """What happens to quantisers after the cast: whether they are folded, and whether backward computes activations
-    again, in which case forward writes them in 8 bits only."""
+    """What happens to quantisers after the cast: whether they are folded, whether backward computes activations again,
+    in which case forward writes them in 8 bits only, and whether rows and their gradients arrive in MXFP8."""
 
     enabled: bool = True
     recomputed: bool = False
+    arriving: bool = False
 
     @classmethod
     def from_spec(cls, spec: Spec) -> Folding:
         """That of a spec; with a policy for some layers only, of the others."""
         recompute = spec.passes.recompute
         recomputed = recompute.enabled and recompute.policy != "none" and recompute.layers == "all"
-        return cls(spec.passes.fold_casts.enabled, recomputed)
+        arriving = spec.precision.mxfp8.dispatch == "on" and spec.layout.ep > 1
+        return cls(spec.passes.fold_casts.enabled, recomputed, arriving)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Operands:
     def written_by_products(self) -> bool:
         """Whether fused experts write what they make in 8 bits: not where a scale is of a whole row."""
         return self.folding.enabled and self.scales != "fp8"
+
+    @property
+    def arrive(self) -> bool:
+        """Whether rows that another rank sent are there in this format."""
+        return self.folding.arriving and self.scales == "mx"
 
     def casts(self, product: Product, low: Collection[fx.Node]) -> tuple[Cast, ...]:
         """Those of a product's operands but weights. `low`: the products before it that are cast."""
@@ -71,11 +78,15 @@ class Operands:
         d, f, copies = product.k, product.n // 3, product.node.args[9]
         assert isinstance(copies, int)
         gathered: Form = "rows" if self.folding.enabled else "gathered"
+        if self.arrive:
+            gathered = "arrived"
         activation: Form = "instead" if self.written_by_products else "kernel"
         rows = Cast("rows", product.rows * d, gathered, copies)
         return rows, Cast("activation", product.rows * f, activation)
 
     def _cast(self, what: str, source: fx.Node, elements: int, low: Collection[fx.Node]) -> Cast:
+        if self.arrive and _comes_from_ranks(source):
+            return Cast(what, elements, "arrived")
         if not self.folding.enabled:
             return Cast(what, elements)
         if source.target is _mg.permute.default:
@@ -92,3 +103,9 @@ class Operands:
         if width % (2 * SHARING[self.scales]) == 0 and gradient_of(source):
             return Cast(what, elements, "beside")
         return Cast(what, elements)
+
+
+def _comes_from_ranks(rows: fx.Node) -> bool:
+    """Whether rows of experts that are spread over ranks are what was sent, at most in another order."""
+    made_by: Any = rows.args[0] if rows.target is _take else rows
+    return made_by.target in (_mg.permute.default, _mg.direct_dispatch.default, _mg.direct_put.default)

@@ -10,6 +10,7 @@
     beside    written by what makes it, which writes bf16 as well         33/32·n
     instead   written by what makes it, in the place of bf16              0
     made      quantised for another product already                       0
+    arrived   from another rank in 8 bits: bf16 would have to be decoded  0
 
 e = 0.7 of the dense peak is what grouped products reach (docs/performance.md: 660 to 720 of 989 on H200). The model
 does not see that small products lose on 8 bits whatever the roofline says: OLMo-core measured 0.31, 0.91 and 1.43 times
@@ -30,7 +31,7 @@ SHORTEST = 1e-5  # seconds: what is shorter in bf16 is launches more than anythi
 LOW = 33 / 32  # bytes of an element in 8 bits, with its part of a scale
 # Dense bf16 operations and bytes of memory per second, from the makers' data sheets.
 CHIPS = {"B300": (2250e12, 8.0e12), "H200": (989e12, 4.8e12)}
-Form = Literal["kernel", "gathered", "rows", "beside", "instead", "made"]
+Form = Literal["kernel", "gathered", "rows", "beside", "instead", "made", "arrived"]
 WORDS: dict[Form, str] = {
     "kernel": "by a kernel of its own",
     "gathered": "by a kernel of its own, once gathered",
@@ -38,6 +39,7 @@ WORDS: dict[Form, str] = {
     "beside": "by what makes it, beside bf16",
     "instead": "by what makes it, instead of bf16",
     "made": "already",
+    "arrived": "as they arrived",
 }
 
 
@@ -117,7 +119,7 @@ def decide(
     narrow = max(operations / (2 * EFFICIENCY * peak), (read + 2 * written) / bandwidth)
     quantising = sum(cast.moved for cast in casts) / bandwidth
     narrow += quantising
-    made = all(cast.form == "made" for cast in casts)
+    made = all(cast.form in ("made", "arrived") for cast in casts)
     reason = f"predicted on {chip}" + (", its rows are quantised already" if made else "")
     found = Decision(narrow < wide, 1e3 * wide, 1e3 * narrow, reason, shape, 1e3 * quantising, casts)
     if side <= SMALLEST and any(cast.is_kernel for cast in casts):

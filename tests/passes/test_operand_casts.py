@@ -104,6 +104,21 @@ def test_a_fused_product_writes_8_bits_unless_a_scale_is_of_a_whole_row() -> Non
     assert [cast.form for cast in apart["moe.down/grouped_mm"].casts] == ["beside"]
 
 
+@pytest.mark.parametrize("transport", ["padded", "direct"])
+def test_rows_that_arrive_in_mxfp8_need_no_cast_and_neither_do_their_gradients(transport: str) -> None:
+    layout = f"layout={{dp: 2, ep: 2, transport: {transport}, capacity: 2}}"
+    for fused in ((), (FUSED,)):
+        found = {}
+        for dispatch in ("on", "off"):
+            have = decisions(f"precision.mxfp8={{experts: auto, dispatch: '{dispatch}'}}", layout, *fused)
+            found[dispatch] = {name: [cast.form for cast in each.casts] for name, each in have.items()}
+        up = "moe.experts/expert_ffn" if fused else "moe.up/grouped_mm"
+        assert (found["on"][up][0], found["off"][up][0]) == ("arrived", "rows")
+        arrived = {name for name, forms in found["on"].items() if "arrived" in forms}
+        assert arrived == ({up, "moe.experts/grad.expert_ffn_dgrad"} if fused else {up})  # else a weight has scaled it
+        assert not any("arrived" in forms for forms in found["off"].values())
+
+
 def test_what_takes_less_than_a_few_launches_is_left_alone() -> None:
     short = decide(("forward", 64, 64, 4096, 8), 64, casts=[Cast("rows", 4096 * 64, "made")])
     assert not short.low
