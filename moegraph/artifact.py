@@ -19,15 +19,14 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from moegraph.artifact_names import GRAPH_NAME, PASSES_NAME, REPORT_NAME, SPEC_NAME
-from moegraph.checkpoint.disk import read_at_most
 from moegraph.compiled import Compiled
+from moegraph.compiled_folder import FORMAT, FORMAT_VERSION, CompiledFolder
 from moegraph.data.output_folder import move_into_place
 from moegraph.errors import CheckFailed, UsageError
 from moegraph.graph.collectives import traffic
@@ -41,8 +40,6 @@ from moegraph.runtime.manifest import versions
 from moegraph.specs.resolved import resolved_yaml
 from moegraph.verify.structure import VERIFIERS
 
-FORMAT, FORMAT_VERSION = "moegraph-compiled", 1
-MAX_REPORT_BYTES = 64 << 20
 _OWN_NAMES = frozenset({SPEC_NAME, REPORT_NAME, GRAPH_NAME, PASSES_NAME})
 
 
@@ -183,48 +180,6 @@ def diff_of(before: PassRecord, after: PassRecord, instances: Sequence[Instance]
 
 def _write_json(path: Path, data: Mapping[str, Any], indent: int | None) -> None:
     path.write_text(json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class CompiledFolder:
-    """What a compiled directory says: where its spec lies, and which hash each pass left, in order."""
-
-    path: Path
-    hashes: dict[str, str]
-    versions: dict[str, str]
-    user_passes: dict[str, str]  # pass name → the file it was registered from
-
-    @property
-    def spec_path(self) -> Path:
-        """The resolved spec."""
-        return self.path / SPEC_NAME
-
-
-def read_compiled(folder: Path) -> CompiledFolder:
-    """Reads and checks report.json, for training. Raises UsageError for what is not a compiled directory, and for one
-    that holds the graphs of one rank among several."""
-    path = folder / REPORT_NAME
-    try:
-        report = json.loads(read_at_most(path, MAX_REPORT_BYTES))
-    except (OSError, ValueError, RecursionError):
-        report = None
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
-        raise UsageError(f"{folder} is not a compiled directory: it has no {REPORT_NAME} of `moegraph compile`")
-    if report.get("format_version") != FORMAT_VERSION:
-        raise UsageError(f"{path} has another format version than {FORMAT_VERSION}: compile the spec again")
-    try:
-        hashes = {str(each["name"]): str(each["hash"]) for each in report["passes"]}
-        texts = {str(name): str(version) for name, version in report["versions"].items()}
-        user_passes = {str(name): str(file) for file, names in report["pass_files"].items() for name in names}
-        rank, world = report["rank"], int(report["world"])
-    except (TypeError, KeyError, AttributeError, ValueError, OverflowError):
-        raise UsageError(f"{path} is damaged: compile the spec again") from None
-    if rank is not None and world > 1:
-        raise UsageError(
-            f"{folder} holds the graphs of rank {rank} of {world} only, and training needs those of all ranks: compile "
-            "the spec again without --rank"
-        )
-    return CompiledFolder(folder, hashes, texts, user_passes)
 
 
 def check_unchanged(folder: CompiledFolder, compiled: Compiled) -> None:

@@ -23,6 +23,7 @@ from moegraph.cli.options import DEFAULT_SPEC, Json, PassFile, Set, load_pass_fi
 from moegraph.cli.output import Status, print_json, say
 from moegraph.cli.ranks import start_ranks, this_rank
 from moegraph.cli.sources import find_spec, is_run, load, load_run
+from moegraph.compiled_folder import read_compiled
 from moegraph.errors import SpecError
 
 TERMINATED = 143  # SIGTERM came: a checkpoint was saved, and the same command goes on from it
@@ -54,8 +55,6 @@ def train_command(
     ranks = this_rank(loaded.layout.world, nproc)
     if ranks is None:
         if folder is not None:
-            from moegraph.artifact import read_compiled
-
             read_compiled(folder)  # what is wrong with it is said once, and not by every rank
         options = [f"--set={each}" for each in set_ or ()] + [f"--pass-file={each}" for each in pass_file or ()]
         named = [spec] if spec is not None else []
@@ -67,7 +66,7 @@ def train_command(
 
 def _train(loaded: Spec, folder: Path | None, pass_file: list[Path] | None, ranks: tuple[int, int], json: bool) -> int:
     """Trains as one rank of a world; the exit status. Rank 0 alone says anything."""
-    from moegraph.artifact import check_unchanged, read_compiled
+    from moegraph.artifact import check_unchanged
     from moegraph.compiled import compile as compile_spec
     from moegraph.runtime.progress import Progress
     from moegraph.runtime.trainer import train

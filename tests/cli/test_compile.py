@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraph.artifact import read_compiled
+from moegraph.compiled_folder import read_compiled
 from moegraph.errors import UsageError
 from moegraph.specs import load_spec
 

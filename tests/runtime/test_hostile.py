@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from moegraph.artifact import read_compiled
 from moegraph.cli.inspect_run import print_run
+from moegraph.compiled_folder import read_compiled
 from moegraph.errors import CheckFailed, UsageError
 from moegraph.runtime.audit import AUDIT, linked, read_chain
 from moegraph.runtime.run_log import MANIFEST, METRICS, read_manifest, read_records
