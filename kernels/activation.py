@@ -19,6 +19,11 @@ class Activation(NamedTuple):
     alpha: float = 1.0
     limit: float = 0.0
 
+    @classmethod
+    def of(cls, alpha: float, limit: float) -> Activation:
+        """That of an operator's arguments: `limit` 0 is SwiGLU."""
+        return cls(limit > 0, alpha, limit)
+
     def constants(self) -> dict[str, Any]:
         """What a kernel that computes it is compiled with."""
         return {"CLAMPED": self.clamped, "ALPHA": self.alpha, "LIMIT": self.limit}

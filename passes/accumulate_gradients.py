@@ -25,7 +25,7 @@ from torch import fx
 
 from moegraph import ops
 from moegraph.graph.edit import Rewriter
-from moegraph.graph.names import display_name, facts, identifier
+from moegraph.graph.names import display_name, facts, identifier, target_name
 from moegraph.graph.program import Port, Unit, ports, results
 from moegraph.passes.contract import Level, Pass, PassContext, PassResult
 from moegraph.passes.registry import registry
@@ -51,14 +51,17 @@ class AccumulateGradients(Pass):
     def apply(self, unit: Unit, context: PassContext) -> PassResult:
         rewriter = Rewriter(unit.graphs["joint"], self.name)
         master = torch.float64 if context.spec.precision.compute == "fp64" else torch.float32
-        output = rewriter.output_node()
+        output, kept = rewriter.output_node(), []
         for port, node in zip(ports(rewriter.module, "outputs"), results(rewriter.module), strict=True):
             found = _made_by(node) if port.role == "grad" and list(node.users) == [output] else None
             if found is not None:
                 _accumulate(rewriter, port.name, node, found, master)
+            elif port.role == "grad" and node.target in ops.WEIGHT_GRADIENTS:
+                kept.append(f"{port.name}: {target_name(node)} adds nothing to a buffer, the runtime does")
+        note = "; ".join(kept)
         if not rewriter.rewritten:
-            return PassResult(unit, note="no gradient here is the result of one product")
-        return PassResult(unit.with_graphs({"joint": rewriter.finish()}), rewriter.rewritten)
+            return PassResult(unit, note=note or "no gradient here is the result of one product")
+        return PassResult(unit.with_graphs({"joint": rewriter.finish()}), rewriter.rewritten, note)
 
 
 @dataclass(frozen=True)

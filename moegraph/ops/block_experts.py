@@ -45,7 +45,7 @@ def fp8_block_up_swiglu(
 
     act = z.new_empty(z.shape[0], z.shape[1] // 2)
     if act.numel():
-        gated_forward_launch(z, offsets, act, activation=Activation(limit > 0, alpha, limit)).run()
+        gated_forward_launch(z, offsets, act, activation=Activation.of(alpha, limit)).run()
     return z, act
 
 
@@ -104,7 +104,7 @@ def _gated_backward(
     dz, act, ds = z.new_empty(z.shape), torch.empty_like(da), row_weight.new_empty(row_weight.shape)
     if dz.numel():
         tensors = (da, z.contiguous(), row_weight.contiguous(), offsets, dz, act, ds, quantized)
-        gated_backward_launch(*tensors, name="blocks", activation=Activation(limit > 0, alpha, limit)).run()
+        gated_backward_launch(*tensors, name="blocks", activation=Activation.of(alpha, limit)).run()
     return dz, act, ds
 
 
@@ -149,7 +149,7 @@ def fp8_block_up_swiglu_quantized(
     from moegraph.kernels.activation import Activation
     from moegraph.kernels.gated_forward import gated_forward
 
-    activation = Activation(limit > 0, alpha, limit)
+    activation = Activation.of(alpha, limit)
     _, data, scale = gated_forward(z, offsets, "blocks", kept=False, activation=activation)
     return z, data, scale
 

@@ -130,7 +130,7 @@ def fp8_up_swiglu_blocks(
 
         tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
         bias = None if bias is None else bias.contiguous()
-        return kernel.fp8_up_swiglu_blocks(*tensors, bias=bias, activation=Activation(limit > 0, alpha, limit))
+        return kernel.fp8_up_swiglu_blocks(*tensors, bias=bias, activation=Activation.of(alpha, limit))
     z = reference.finish(reference.fp8_product(rows, row_scale, weight, weight_scale, offsets), bias, None, offsets)
     return z, *_quantised(activation_slopes(z, alpha, limit)[0])
 

@@ -74,7 +74,7 @@ def _expert_ffn(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.up_swiglu import up_swiglu
 
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         w_up, w_down, row_weight = w_up.contiguous(), w_down.contiguous(), row_weight.contiguous()
         b_up, b_down = (None if bias is None else bias.contiguous() for bias in (b_up, b_down))
         z, act = up_swiglu(x, order, inverse, w_up, offsets, top_k=top_k, bias=b_up, activation=activation)
@@ -120,7 +120,7 @@ def expert_ffn_dgrad(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.dgrad_swiglu import dgrad_swiglu
 
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         tensors = (w_down.contiguous(), z.contiguous(), row_weight.contiguous())
         return dgrad_swiglu(grad, *tensors, offsets, activation=activation)
     return gated_gradient(product_dgrad(grad, w_down.contiguous(), offsets), z, row_weight, offsets, alpha, limit)

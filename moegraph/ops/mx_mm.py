@@ -143,7 +143,7 @@ def mx_up_swiglu(
 
         scales = _swizzled(row_scale, weight_scale, offsets, swizzled)
         tensors = (rows.contiguous(), scales[0], weight.contiguous(), scales[1], offsets)
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return kernel.mx_up_swiglu(*tensors, bias=None if bias is None else bias.contiguous(), activation=activation)
     z = reference.finish(
         reference.mx_product(rows, row_scale, weight, weight_scale, offsets, swizzled), bias, None, offsets
@@ -194,7 +194,7 @@ def mx_dgrad_swiglu(
 
         scales = _swizzled(grad_scale, weight_scale, offsets, swizzled)
         tensors = (grad.contiguous(), scales[0], weight.contiguous(), scales[1], z.contiguous())
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return kernel.mx_dgrad_swiglu(*tensors, row_weight.contiguous(), offsets, activation=activation)
     da = reference.mx_product(grad, grad_scale, weight, weight_scale, offsets, swizzled)
     return gated_gradient(da, z, row_weight, offsets, alpha, limit)

@@ -62,7 +62,7 @@ def mx_up_swiglu_quantized(
         from moegraph.kernels.activation import Activation
 
         tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         bias = None if bias is None else bias.contiguous()
         return kernel.mx_up_swiglu_quantized(*tensors, bias=bias, activation=activation)
     product = reference.mx_product(rows, row_scale, weight, weight_scale, offsets, True)
@@ -104,7 +104,7 @@ def mx_up_swiglu_saved(
 
         check_mx_product("mx_up_swiglu_saved", rows, row_scale, weight, weight_scale, offsets, True)
         tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         bias = None if bias is None else bias.contiguous()
         return kernel.mx_up_swiglu_saved(*tensors, bias=bias, activation=activation)
     arguments = (rows, row_scale, weight, weight_scale, offsets, bias, alpha, limit)
@@ -152,7 +152,7 @@ def mx_dgrad_swiglu_quantized(
         from moegraph.kernels.activation import Activation
 
         tensors = [t.contiguous() for t in (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)]
-        return kernel.mx_dgrad_swiglu_quantized(*tensors, activation=Activation(limit > 0, alpha, limit))
+        return kernel.mx_dgrad_swiglu_quantized(*tensors, activation=Activation.of(alpha, limit))
     da = reference.mx_product(grad, grad_scale, weight, weight_scale, offsets, True)
     dz, act, d_weight = gated_gradient(da, z, row_weight, offsets, alpha, limit)
     return dz, act, d_weight, *_quantized(dz, offsets)
@@ -197,7 +197,7 @@ def mx_dgrad_swiglu_saved(
 
         check_mx_product("mx_dgrad_swiglu_saved", grad, grad_scale, weight, weight_scale, offsets, True)
         tensors = (grad, grad_scale, weight, weight_scale, z, z_scale, row_weight, offsets)
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return kernel.mx_dgrad_swiglu_saved(*[t.contiguous() for t in tensors], activation=activation)
     restored = mx_dequantize(z, z_scale)
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = mx_dgrad_swiglu_quantized(

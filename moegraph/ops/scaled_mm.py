@@ -148,7 +148,7 @@ def fp8_up_swiglu(
         from moegraph.kernels.activation import Activation
 
         tensors = [t.contiguous() for t in (rows, row_scale, weight, weight_scale, offsets)]
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return kernel.fp8_up_swiglu(*tensors, bias=_contiguous(bias), activation=activation, exact=exact)
     z = reference.finish(reference.fp8_product(rows, row_scale, weight, weight_scale, offsets), bias, None, offsets)
     return z, activation_slopes(z, alpha, limit)[0].to(torch.bfloat16)
@@ -196,7 +196,7 @@ def fp8_dgrad_swiglu(
         from moegraph.kernels.activation import Activation
 
         tensors = [t.contiguous() for t in (grad, grad_scale, weight, weight_scale, z, row_weight, offsets)]
-        return kernel.fp8_dgrad_swiglu(*tensors, activation=Activation(limit > 0, alpha, limit), exact=exact)
+        return kernel.fp8_dgrad_swiglu(*tensors, activation=Activation.of(alpha, limit), exact=exact)
     da = reference.fp8_product(grad, grad_scale, weight, weight_scale, offsets)
     return gated_gradient(da, z, row_weight, offsets, alpha, limit)
 

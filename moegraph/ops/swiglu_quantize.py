@@ -79,7 +79,7 @@ def swiglu_quantized(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.gated_forward import gated_forward
 
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return gated_forward(z.contiguous(), offsets, scales, kept=False, activation=activation)[1:]
     return _quantized(_activation(z, offsets, alpha, limit), offsets, scales)
 
@@ -100,7 +100,7 @@ def swiglu_kept_quantized(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.gated_forward import gated_forward
 
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         act, data, scale = gated_forward(z.contiguous(), offsets, scales, kept=True, activation=activation)
         assert act is not None
         return act, data, scale
@@ -127,7 +127,7 @@ def swiglu_backward_quantized(
         from moegraph.kernels.activation import Activation
         from moegraph.kernels.gated_gradient import gated_gradient
 
-        activation = Activation(limit > 0, alpha, limit)
+        activation = Activation.of(alpha, limit)
         return gated_gradient(grad.contiguous(), z.contiguous(), offsets, scales, activation=activation)
     if offsets is not None:
         grad, z = zero_past(grad, offsets), zero_past(z, offsets)
