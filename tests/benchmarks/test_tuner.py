@@ -16,6 +16,7 @@ from moegraph.kernels.chips import Card
 from moegraph.kernels.config import Config
 from moegraph.kernels.shapes import Problem
 from moegraph.kernels.tuning_table import Table, read_table, write_table
+from tests.everyday import everyday
 
 PROBLEM = Problem("grouped_mm", torch.bfloat16, 2048, 1024, 262144, 128)
 UP = Problem("up_swiglu", torch.bfloat16, 1024, 2048, 262144, 128, 32768)
@@ -92,6 +93,7 @@ def test_the_budget_is_kept_and_shared_and_what_was_not_reached_is_said() -> Non
     assert device.now < 6.0
 
 
+@pytest.mark.slow
 def test_no_candidate_is_tried_twice() -> None:
     device = Device(lambda config: 2.0)
     (found,) = outcomes(device, seconds=10000.0)
@@ -127,7 +129,7 @@ def test_a_gain_within_the_noise_does_not_displace_the_rule() -> None:
     assert (found.entry.config, found.entry.milliseconds) == (rule, 2.0)
 
 
-@pytest.mark.parametrize(("torch_ms", "backend"), [(1.5, TORCH), (1.99, "triton"), (3.0, "triton")])
+@pytest.mark.parametrize(("torch_ms", "backend"), everyday([(1.99, "triton"), (3.0, "triton"), (1.5, TORCH)]))
 def test_torchs_kernel_becomes_the_backend_where_it_is_faster(torch_ms: float, backend: str) -> None:
     (found,) = outcomes(Device(lambda config: 2.0, torch_ms=torch_ms))
     assert found.entry is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from moegraph.checkpoint.run_checkpoints import RunCheckpoints
 from tests.checkpoint.forks import FIRST, Forks
 from tests.checkpoint.small_checkpoints import run_spec
+from tests.everyday import everyday
 from tests.ranks import RankPool
 
 
@@ -65,8 +67,7 @@ def kill_before_each_change(rank: int, folder: Path, base: Path, mode: str, whic
     raise AssertionError("it never came to its end")
 
 
-@pytest.mark.parametrize("which", BODIES)
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("mode", "which"), everyday(itertools.product(["sync", "async"], BODIES), every=3))
 def test_killed_at_random_instants(ranks: RankPool, tokens: Path, tmp_path: Path, mode: str, which: str) -> None:
     """A27: nothing is removed or pointed at before what replaces it is whole."""
     (steps,) = ranks.run(1, kill_at_random, tmp_path, tokens, mode, which, 5)

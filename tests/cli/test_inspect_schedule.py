@@ -8,6 +8,7 @@ import pytest
 
 from moegraph.cli.inspect_schedule import MOST_SLOTS, timeline_lines
 from moegraph.graph.schedule import Action, Timed, Timeline, simulate
+from tests.everyday import everyday
 
 from .conftest import SMALL, Moegraph
 
@@ -26,7 +27,7 @@ def four_layers(here: Path, cached_compile: None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ONE_EACH + TWO_EACH)
+@pytest.mark.parametrize("name", everyday(ONE_EACH + TWO_EACH))
 def test_every_schedule_is_shown(moegraph: Moegraph, four_layers: Path, name: str) -> None:
     done = moegraph("inspect", "--schedule", "--set", f"layout.schedule={name}")
     assert done.status == 0

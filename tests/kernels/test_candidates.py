@@ -13,6 +13,7 @@ from moegraph.kernels.chips import CHIPS
 from moegraph.kernels.config import default_config, shared_memory
 from moegraph.kernels.shapes import KERNELS, Problem
 from moegraph.kernels.tuning_table import read_table
+from tests.everyday import everyday
 
 from .tables import entry, write
 
@@ -21,7 +22,7 @@ SIZES = [(2048, 1024), (64, 4096), (768, 96)]
 
 @pytest.mark.parametrize("capability", CHIPS)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", everyday([torch.bfloat16, torch.float32]))
 def test_the_rule_is_first_and_all_are_within_limits(kernel: str, dtype: torch.dtype, capability: int) -> None:
     for n, k in SIZES:
         found = candidates(kernel, dtype, n, k, capability)

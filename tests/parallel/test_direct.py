@@ -29,7 +29,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-EVERY_DAY = [(LAYOUTS[0], "none"), (LAYOUTS[3], "none")]
+EVERY_DAY = [(LAYOUTS[3], "none")]
 CASES = [
     pytest.param(layout, policy, marks=() if (layout, policy) in EVERY_DAY else pytest.mark.slow)
     for layout in LAYOUTS

@@ -103,7 +103,9 @@ def start_weights(rank: int, spec: Any) -> dict[str, torch.Tensor]:
     "layout",
     [
         pytest.param({"dp": 4}, marks=pytest.mark.slow),
-        {"dp": 2, "ep": 2, "transport": "padded", "capacity": 2.0, "microbatches": 4},
+        pytest.param(
+            {"dp": 2, "ep": 2, "transport": "padded", "capacity": 2.0, "microbatches": 4}, marks=pytest.mark.slow
+        ),
         {"pp": 2, "microbatches": 4, "schedule": "zbv_zero_bubble"},  # weight gradients run later than their block
     ],
 )

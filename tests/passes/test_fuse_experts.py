@@ -80,9 +80,9 @@ def test_recompute_never_runs_the_fused_experts_routing_twice() -> None:
     "overrides",
     [
         ("model.moe.activation={kind: swiglu_clamped, limit: 0.5}",),
-        ("model.moe.expert_bias=true",),
+        pytest.param(("model.moe.expert_bias=true",), marks=pytest.mark.slow),
         ("model.moe.activation={kind: swiglu_clamped}", "model.moe.expert_bias=true"),
-        ("passes.fuse-experts.recompute=true",),
+        pytest.param(("passes.fuse-experts.recompute=true",), marks=pytest.mark.slow),
         ("passes.fuse-experts.recompute=true", "model.moe.expert_bias=true"),
     ],
 )

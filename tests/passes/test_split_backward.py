@@ -17,6 +17,7 @@ from moegraph.graph.text import graph_text
 from moegraph.passes.split_backward import cut
 from moegraph.step.joint import trace_joint
 from moegraph.verify.run import deterministic_threads, run_graph
+from tests.everyday import everyday
 from tests.step.kinds import CASES, compiled_case, inputs_of, joint_record
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
@@ -31,7 +32,7 @@ def assert_same(found: Mapping[Port, Tensor], expected: Mapping[Port, Tensor]) -
     assert not [port for port in expected if not torch.equal(found[port], expected[port])]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES, first=1))
 def test_the_cut_graphs_together_are_the_joint_graph(case: str) -> None:
     before, after = joint_record(case).program, compiled_case(case).program
     with deterministic_threads():
@@ -53,7 +54,7 @@ def test_the_cut_graphs_together_are_the_joint_graph(case: str) -> None:
             assert_same({**of_roles(early, "grad_input"), **late}, gradients)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES, first=1))
 def test_neither_parameters_nor_block_inputs_are_saved(case: str) -> None:
     for unit in compiled_case(case).program.units.values():
         (result,) = unit.graphs["forward"].graph.find_nodes(op="output")
@@ -63,7 +64,7 @@ def test_neither_parameters_nor_block_inputs_are_saved(case: str) -> None:
         assert not [port for port in ports(unit.graphs["evaluate"], "outputs") if port.role == "saved"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES, first=1))
 def test_every_saved_value_is_read_in_backward_and_every_live_one_afterwards(case: str) -> None:
     for unit in compiled_case(case).program.units.values():
         declared = {name: set(ports(module, "inputs")) for name, module in unit.graphs.items()}
@@ -74,7 +75,7 @@ def test_every_saved_value_is_read_in_backward_and_every_live_one_afterwards(cas
         assert live == {port for port in declared["backward_weight"] if port.role == "live"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES, first=1))
 def test_backward_input_holds_nothing_that_only_a_weight_gradient_needs(case: str) -> None:
     for unit in compiled_case(case).program.units.values():
         graph = unit.graphs["backward_input"].graph

@@ -19,6 +19,7 @@ from moegraph.graph.program import Port, Unit, ports
 from moegraph.graph.text import graph_text
 from moegraph.step.joint import DIFFERENTIABLE, joint_signature, trace_joint
 from moegraph.verify.run import deterministic_threads, run_graph
+from tests.everyday import everyday
 from tests.step.kinds import CASES, compiled_case, inputs_of
 
 DEVICES = {"cpu"}
@@ -61,7 +62,7 @@ def autograd_through(layer: fx.GraphModule, inputs: dict[Port, Tensor]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES))
 def test_the_joint_graph_is_bitwise_torch_autograd_through_the_layer_graph(case: str) -> None:
     program = compiled_case(case).record("trace").program
     with deterministic_threads():
@@ -75,7 +76,7 @@ def test_the_joint_graph_is_bitwise_torch_autograd_through_the_layer_graph(case:
             assert all(torch.isfinite(value).all() for value in expected.values() if value.is_floating_point())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES))
 def test_every_node_is_functional_on_the_cpu_and_names_its_layer_node(case: str) -> None:
     for kind, unit in traced(case):
         layer_names = {display_name(node) for node in unit.layer_graph.graph.nodes}

@@ -11,6 +11,7 @@ import torch
 from moegraph.runtime.computed import Computed
 from moegraph.runtime.gradients import GradientBuffers
 from moegraph.specs import Spec
+from tests.everyday import everyday
 from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec, start_values
 from tests.step.kinds import ONE_LAYER, SIGMOID, R
 
@@ -40,7 +41,7 @@ def spec_of(name: str, apply: str) -> Spec:
     return small_spec(*ONE_LAYER, *ROUTERS[name], f"{R}.apply={apply}", "model.moe.balance.coef=0")
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", everyday(ROUTERS))
 @pytest.mark.parametrize("apply", ["output", "input"])
 def test_a_router_takes_a_step_and_its_weights_get_a_gradient(name: str, apply: str) -> None:
     computed, gradients = step(name, apply)

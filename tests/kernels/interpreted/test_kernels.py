@@ -17,6 +17,7 @@ from moegraph.kernels.activation import Activation
 from moegraph.kernels.config import Config
 from moegraph.kernels.tiles import tile_schedule, tile_schedule_reference
 from moegraph.kernels.zero_tail import zero_tail
+from tests.everyday import everyday
 from tests.kernels.cases import Ragged, ragged, relative_error, routed
 
 SMALL = Config(16, 32, 16, num_warps=4, num_stages=2)
@@ -77,7 +78,7 @@ def test_rows_that_do_not_exist_become_zeros_and_no_others(
         assert (out[case.rows - case.tail :].float() == 0).all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES))
 @pytest.mark.parametrize(("k", "n"), WIDTHS)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_products_over_ragged_rows_and_their_input_gradients(case: Ragged, k: int, n: int, parts: int) -> None:
@@ -94,7 +95,7 @@ def test_products_over_ragged_rows_and_their_input_gradients(case: Ragged, k: in
     assert relative_error(have, grouped(grad, weight.transpose(1, 2), case)) < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", everyday(CASES))
 @pytest.mark.parametrize(("k", "n"), WIDTHS)
 def test_weight_gradients_and_what_they_are_added_to(case: Ragged, k: int, n: int) -> None:
     torch.manual_seed(0)
@@ -127,7 +128,8 @@ def activated(z: Tensor, activation: Activation) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("case", "d", "f", "name", "kind"), with_widths(list(ACTIVATIONS), ["plain", "biased", "biased, separate"])
+    ("case", "d", "f", "name", "kind"),
+    everyday(with_widths(list(ACTIVATIONS), ["plain", "biased", "biased, separate"])),
 )
 def test_the_gathered_up_projection_with_its_activation(case: Ragged, d: int, f: int, name: str, kind: str) -> None:
     torch.manual_seed(0)
@@ -147,7 +149,7 @@ def test_the_gathered_up_projection_with_its_activation(case: Ragged, d: int, f:
 
 
 @pytest.mark.parametrize(
-    ("case", "d", "f", "kind", "name"), with_widths(["1", "2", "4", "separate"], list(ACTIVATIONS))
+    ("case", "d", "f", "kind", "name"), everyday(with_widths(["1", "2", "4", "separate"], list(ACTIVATIONS)))
 )
 def test_the_gradient_through_down_activation_and_router_weight(
     case: Ragged, d: int, f: int, kind: str, name: str
