@@ -125,15 +125,21 @@ class Forks:
 
         def run() -> None:
             with open(there, "w", encoding="utf-8", closefd=False) as pipe:
-                json.dump(body(), pipe)
+                try:
+                    answer = {"is": body()}
+                except Exception:
+                    answer = {"failed": traceback.format_exc()}
+                json.dump(answer, pipe)
 
         child = _fork(run)
         os.close(there)
         with open(here, encoding="utf-8") as pipe:
             text = pipe.read()
         _, status = os.waitpid(child, 0)
-        assert status == 0, "the traceback is above"
-        return json.loads(text)
+        assert status == 0, f"status {status}"
+        answer = json.loads(text)
+        assert "failed" not in answer, answer["failed"]
+        return answer["is"]
 
 
 def forget(trainer: Trainer) -> None:
