@@ -54,9 +54,10 @@ def test_a_published_architecture_gives_the_published_loss_and_gradients(name: s
     found = {name: buffers[name] if name in buffers else values[name] for name in values}
     write_model(gradients, spec.model, architecture, reader(found), "float32")
     ours = dict(load_theirs(gradients).named_parameters())
-    trained = {name: each for name, each in theirs.named_parameters() if each.requires_grad and "sinks" not in name}
     worst = {}
-    for name, each in trained.items():
+    for name, each in theirs.named_parameters():
+        if not each.requires_grad or name.endswith(("sinks", "e_score_correction_bias")):
+            continue  # ernie4_5_moe's bias is a parameter there, but only moves a choice
         assert each.grad is not None, name
         worst[name] = relative_error(ours[name].detach(), each.grad)
     assert max(worst.values()) < 1e-5, worst
