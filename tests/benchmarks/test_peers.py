@@ -10,7 +10,7 @@ from moegraph.benchmarks.peers import load_peers
 from moegraph.errors import UsageError
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(["moegraph", "copy", "a|b"]))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(["moegraph", "copy", "a|b"])))
 def test_a_peer_cannot_take_the_place_of_another_row(number: int, name: str, tmp_path: Path) -> None:
     file = tmp_path / f"taken_names_{number}.py"
     file.write_text(
