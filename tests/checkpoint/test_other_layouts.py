@@ -12,6 +12,7 @@ import torch
 from moegraph.checkpoint.names import CHECKPOINTS, step_name
 from moegraph.checkpoint.reader import Checkpoint
 from tests.checkpoint.small_checkpoints import Ran, run_spec, train_rank, whole
+from tests.everyday import everyday
 from tests.parallel.steps import SEQ_LEN
 from tests.ranks import RankPool
 
@@ -99,7 +100,7 @@ def test_schedules_with_several_stages_a_rank_and_tied_embeddings(
     assert ran.losses == pytest.approx(expected.losses, rel=1e-10, abs=0)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", everyday(["async", "sync"]))
 def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPool, tokens: Path, tmp_path: Path, mode: str) -> None:
     layout, how = (2, 2, 1), f"checkpoint.mode={mode}"
     whole_run = go_on(ranks, tmp_path / "one", tokens, layout, 4, how)

@@ -50,17 +50,12 @@ def traces(rank: int, spec: Spec, base: Path, run: Path) -> Trace | None:
     return trace_step(spec, run, 3, base=base, progress=progress, compiled=compiled, rank=rank, world=world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "element", "rank"),
     [
         ({"dp": 2, "ep": 2}, "layers.2.moe.w_down", 3 * 6 * 8, 1),  # the first element of expert 3 of 4
-        pytest.param(
-            {"pp": 2, "microbatches": 4, "schedule": "interleaved_zero_bubble"},
-            "layers.1.attention.q.weight",
-            0,
-            1,
-            marks=pytest.mark.slow,
-        ),
+        ({"pp": 2, "microbatches": 4, "schedule": "interleaved_zero_bubble"}, "layers.1.attention.q.weight", 0, 1),
     ],
     ids=["experts", "pipeline"],
 )

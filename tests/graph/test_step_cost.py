@@ -65,6 +65,7 @@ def test_room_that_routing_does_not_fill_costs_nothing() -> None:
     assert step(4) == pytest.approx(step(1), rel=0.02)
 
 
+@pytest.mark.slow
 def test_products_in_8_bits_take_half_the_time_and_their_casts_are_counted() -> None:
     plain, cast = (program_of(f"precision.mxfp8.experts={on}", "model.moe.d_ff=32") for on in ("off", "on"))
     for program, share in ((plain, 1.0), (cast, 0.5)):
@@ -106,6 +107,7 @@ def test_products_that_quantise_their_results_are_products_and_casts_move_less()
         assert moved[0] < moved[1]
 
 
+@pytest.mark.slow
 def test_a_weight_gradient_of_payloads_is_a_product_in_bf16_and_a_cast_where_it_decodes_first() -> None:
     sizes = (
         "model={num_layers: 1, dense: null, d_model: 512, moe: {d_ff: 256}}",

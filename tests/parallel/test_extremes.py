@@ -102,9 +102,8 @@ def run_steps_one_sided_drop(rank: int, spec: Any) -> Outcome:
     return run_steps(rank, spec, 1, 0, 6.0, {"moe.router.bias": torch.tensor([60.0, 50.0, 0.0, 0.0])})
 
 
-@pytest.mark.parametrize(
-    ("over", "layers"), [pytest.param("micro_batch", "sum", marks=pytest.mark.slow), ("global_batch", "mean")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("over", "layers"), [("micro_batch", "sum"), ("global_batch", "mean")])
 def test_balance_losses_over_more_than_a_sequence(ranks: RankPool, over: str, layers: str) -> None:
     """`micro_batch` is the same where the micro-batches are; `global_batch` under any layout that may have it."""
     balance = f"model.moe.balance={{definition: switch, over: {over}, layers: {layers}, coef: 0.1, z_coef: 0.01}}"
@@ -138,6 +137,7 @@ def test_float32_gradients_are_within_rounding(ranks: RankPool, fused: bool) -> 
         assert error < 1e-5, name
 
 
+@pytest.mark.slow
 def test_clamped_biased_experts_whose_input_is_scaled(ranks: RankPool) -> None:
     """gpt-oss's experts and a router that scales their input, dispatched."""
     moe = [

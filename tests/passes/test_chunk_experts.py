@@ -68,7 +68,7 @@ def test_one_run_travels_while_the_experts_work_on_the_other(fused: bool) -> Non
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("precision.compute=fp64", "model.moe.expert_bias=true"),
+        pytest.param(("precision.compute=fp64", "model.moe.expert_bias=true"), marks=pytest.mark.slow),
         pytest.param(("precision.compute=fp64", "layout.overflow=drop"), marks=pytest.mark.slow),
         ("precision.compute=fp32", "passes.fuse-experts.enabled=true", "passes.recompute.policy=full"),
         pytest.param(  # 9 tokens: runs of 5 and 4

@@ -16,6 +16,7 @@ from moegraph.passes.low_precision import products_of
 from moegraph.runtime.engine import Engine
 from moegraph.verify.compare import sqnr
 from moegraph.verify.passes import verify_spec
+from tests.everyday import everyday
 from tests.small_models import compile_once, compute_step, random_batch, relative_error, small_spec
 
 BF16 = ("precision.compute=bf16", "model.moe.d_ff=32", "model.num_layers=2", "model.dense=null")
@@ -71,9 +72,7 @@ def test_verify_proves_it_prints_sqnr_and_sees_a_planted_fault(case: str) -> Non
     assert (folded.tier, folded.output_difference, folded.gradient_difference) == ("exact", 0, 0)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow if c in ("fp8 in blocks", "mxfp8") else ()) for c in CASES]
-)
+@pytest.mark.parametrize("case", everyday(CASES, first=1))
 def test_no_product_is_left_and_nothing_quantised_is_kept_for_backward(case: str) -> None:
     name, overrides = CASES[case]
     unit = next(u for k, u in compile_once(small_spec(*BF16, *overrides)).program.units.items() if k.startswith("moe"))

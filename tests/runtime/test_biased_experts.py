@@ -80,7 +80,7 @@ def test_the_gradients_of_biases_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize(
     ("policy", "compute"),
     [
-        ("full", "fp64"),
+        pytest.param("full", "fp64", marks=pytest.mark.slow),
         ("selective", "bf16"),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", "fp64"), ("selective", "fp64"))),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", "bf16"), ("full", "bf16"))),
